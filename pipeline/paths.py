@@ -65,16 +65,7 @@ def locate(uri: str) -> tuple[AbstractFileSystem, str]:
 
 @contextlib.contextmanager
 def open_file(uri: str, mode: str = "rb", **options: Any) -> Iterator[IO[Any]]:
-    """Opens a file at a path or URI. Missing parent folders of a file to write are created.
-
-    Args:
-        uri: Path or URI.
-        mode: Mode, as of `open`. Text is UTF-8 by default.
-        **options: `compression` and options of the text mode.
-
-    Raises:
-        OSError: The file cannot be opened.
-    """
+    """Opens a file at a path or URI, by default text as UTF-8, and creates missing parents."""
     filesystem, path = locate(uri)
     if "r" not in mode:
         filesystem.makedirs(filesystem._parent(path), exist_ok=True)

@@ -183,10 +183,7 @@ def detail_with_file(detail: str, file: str | None) -> str:
 
 
 def metadata_file(modality: str, metadata: str | None) -> str | None:
-    """Returns the file of a stored item, such as its archive.
-
-    Returns None if the id names the file.
-    """
+    """Returns the file of a stored item, such as its archive, or None if the id names the file."""
     return json.loads(metadata).get("file") if metadata and modality in MEDIA else None
 
 

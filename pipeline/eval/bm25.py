@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from pipeline.index.reader import Index, combine_filters
 from pipeline.search.generators import bm25
-from pipeline.search.top import top_rows
+from pipeline.search.score import top_rows
 
 #: Filter of the items that BM25 can find, by the name of the text column.
 HAS_TEXT = "{} <> ''"

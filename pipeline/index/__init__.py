@@ -42,12 +42,10 @@ def missing_index(uri: str) -> SpecError:
 
 
 def check_index(uri: str) -> None:
-    """Checks that a local folder contains an index. URIs with a scheme are not checked.
+    """Checks that a local folder contains an index.
 
-    No slow module is imported, so that jobs report a wrong path immediately.
-
-    Raises:
-        SpecError: The folder does not exist or contains no index.
+    URIs with a scheme are not checked. Imports no slow module, so that jobs report a wrong path
+    immediately.
     """
     with within("index"):
         folder = absolute(uri)

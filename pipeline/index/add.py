@@ -1,8 +1,7 @@
 """Job that adds columns to the rows of an index.
 
-Columns are added empty (metadata only) and then filled fragment by fragment: actors write a file
-per fragment and the driver commits these files. An interrupted job resumes with the fragments that
-lack data. `recompress`, `backfill` and `pipeline.search.candidates_job` define the columns.
+Columns are added empty and filled fragment by fragment: actors write a file per fragment and the
+driver commits these files. An interrupted job resumes with the fragments that lack data.
 """
 
 from __future__ import annotations
@@ -34,12 +33,7 @@ log = logging.getLogger("maxray.index")
 
 
 class Work(NamedTuple):
-    """Fragments that lack the same columns.
-
-    Attributes:
-        fragments: Ids of the fragments.
-        arguments: Arguments of the actor that fills them, besides those of `FragmentActor`.
-    """
+    """Fragments that lack the same columns, with the arguments of the actor that fills them."""
 
     fragments: Sequence[int]
     arguments: dict[str, Any]
@@ -49,15 +43,11 @@ class AddedColumns(ABC):
     """Columns that a job adds. Subclasses check the spec in their constructor.
 
     Args:
-        index: URI of the index.
-        spec: Spec of the job, for its record.
-        resources: Resources profile of the job.
         pool: Pool of the profile whose actors fill the columns.
         commit_fragments: Number of fragments per commit.
 
     Attributes:
         kind: Type of the job, for its record.
-        actor: Class of the actors.
         title: Name of the data, for reports.
     """
 
@@ -73,11 +63,7 @@ class AddedColumns(ABC):
 
     @abstractmethod
     def prepare(self, session: Session, report: Callable[[str], None]) -> list[Work]:
-        """Adds the columns that the index lacks, and finds the fragments without their data.
-
-        Raises:
-            SpecError: The columns cannot be added, or are stored with other settings.
-        """
+        """Adds the columns that the index lacks, and finds the fragments without their data."""
 
     @abstractmethod
     def finish(self, session: Session, progress: Progress, report: Callable[[str], None]) -> None:
@@ -92,12 +78,6 @@ def run(
     lease_seconds: float | None = None,
 ) -> Progress:
     """Adds columns and fills all fragments. Ray must be connected to a cluster.
-
-    Args:
-        columns: Columns to add.
-        job: Identifier of the job.
-        report: Called with each sentence about the job.
-        lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
         SpecError: The columns cannot be added, or are stored with other settings.
@@ -125,12 +105,9 @@ class Progress:
     """Counts and times of a running job.
 
     Attributes:
-        fragments: Fragments of the index.
         done_before: Fragments that were complete when the job started.
         done: Fragments that the job has filled.
         rows: Rows that received data.
-        empty: Rows that were processed and received no data.
-        commits: Commits of the job.
         seconds: Time by step, summed over actors.
     """
 
@@ -161,11 +138,9 @@ class FilledFragment(NamedTuple):
 
     Attributes:
         fragment: Fragment metadata with the new data file, or None if nothing was written.
-        fields: Field ids of the columns in that file.
         rows: Number of rows that received data.
         empty: Number of rows that were processed and received no data.
         seconds: Time by step, in the order of the steps.
-        number: Id of the fragment.
         ended: End of the last step, in seconds since 1970.
     """
 
@@ -181,11 +156,6 @@ class FilledFragment(NamedTuple):
 class FragmentActor(ABC):
     """Actor that computes the new columns of fragments and writes them.
 
-    Args:
-        index: URI of the index.
-        version: Version of the index with the columns and the fragments.
-        num_threads: Number of threads of torch.
-
     Attributes:
         step: Name of the step that computes the columns.
         columns: Names of the columns.
@@ -200,19 +170,11 @@ class FragmentActor(ABC):
 
     @abstractmethod
     def read(self, fragment: lance.LanceFragment) -> pa.Table:
-        """Reads the rows to fill, with their `_rowid`. Other rows remain null.
-
-        Arrow errors are reported as a corrupted index.
-        """
+        """Reads the rows to fill, with their `_rowid`. Other rows remain null."""
 
     @abstractmethod
     def compute(self, number: int, table: pa.Table) -> tuple[pa.Table, int]:
-        """Computes the columns of the rows of fragment `number`.
-
-        Returns:
-            The columns with the `_rowid` of the rows, and the number of rows that have no data
-            although their item was processed.
-        """
+        """Computes the columns of the rows, with `_rowid`, and the number of rows without data."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -247,13 +209,7 @@ class FragmentActor(ABC):
 
 
 def fill_fragments(columns: AddedColumns, work: Work, version: int) -> ray.data.Dataset:
-    """Returns a lazy dataset with one row per fragment, which a pool of actors fills.
-
-    Args:
-        columns: Columns to fill.
-        work: Fragments to fill.
-        version: Version of the index with the columns.
-    """
+    """Returns a lazy dataset with one row per fragment, which a pool of actors fills."""
     configure_ray_data(columns.resources)
     rows = [{"fragment": number} for number in work.fragments]
     dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
@@ -270,15 +226,7 @@ def commit_filled(
     progress: Progress,
     report: Callable[[str], None],
 ) -> None:
-    """Commits columns as actors complete them.
-
-    Args:
-        session: Session of the job.
-        columns: Columns of the job.
-        filled: Dataset with a column `filled`, pickled `FilledFragment`.
-        progress: Counts, updated in place.
-        report: Called with each sentence about the job.
-    """
+    """Commits columns as actors complete them. `filled` contains pickled `FilledFragment`s."""
     pending: list[tuple[FragmentMetadata, list[int]]] = []
     start = time.perf_counter()
 
@@ -323,7 +271,6 @@ def commit_filled(
 
 
 def _observe(session: Session, done: FilledFragment) -> None:
-    """Logs and traces a fragment that was filled."""
     starts = consecutive_starts(done.ended - sum(done.seconds.values()), done.seconds)
     steps = {step: (start, done.seconds[step]) for step, start in starts.items()}
     tracing.record_steps("fragment", steps, job=session.job, fragment=done.number, rows=done.rows)

@@ -1,7 +1,4 @@
-"""Artefacts are the fitted state of compressors and codecs.
-
-The index stores them by content hash.
-"""
+"""Fitted state of compressors and codecs, which the index stores by content hash."""
 
 from __future__ import annotations
 
@@ -46,12 +43,8 @@ def save_artefact(
     """Stores an artefact under the hash of its content and returns the hash.
 
     Args:
-        index: URI of the index.
-        artefact: Arrays by name.
-        metadata: JSON-serializable settings that the artefact was fitted for: the fingerprint of
-            the encoder and the settings of the compressor; for a codec also the artefact of the
-            compressor and the settings of the codec.
-        sample: Items that it was fitted on.
+        metadata: JSON-serializable settings of the encoder, compressor and codec that it was fitted
+            for.
     """
     stored = dict(artefact)
     if sample is not None:
@@ -68,8 +61,6 @@ def load_artefact(index: str, name: str, metadata: dict[str, Any]) -> dict[str, 
     """Loads the arrays of an artefact by name.
 
     Args:
-        index: URI of the index.
-        name: Hash of the artefact.
         metadata: Settings that it must have been fitted for, see `save_artefact`.
 
     Raises:
@@ -87,11 +78,7 @@ def load_artefact(index: str, name: str, metadata: dict[str, Any]) -> dict[str, 
 
 
 def load_sample(index: str, name: str) -> Sample:
-    """Loads the sample to which an artefact was fitted.
-
-    Raises:
-        SpecError: The file is missing or corrupted.
-    """
+    """Loads the sample to which an artefact was fitted."""
     stored = _read(index, name)
     return Sample(json.loads(str(stored[METADATA]))[SAMPLE_ORIGIN], stored[SAMPLE_ITEMS])
 

@@ -1,7 +1,7 @@
 """Backfill: the column `rerank_tokens` of the existing rows of an index.
 
-Items are read and encoded again in the units of the index job, so that the tokens equal those the
-index job would have written. The rows without tokens whose source item is unchanged are processed.
+Items are encoded again in the units of the index job, so that the tokens equal those the index job
+would have written.
 """
 
 from __future__ import annotations
@@ -34,16 +34,7 @@ WITHOUT_TOKENS = f"`{RERANK_TOKENS}` IS NULL"
 
 
 class CacheFragment(FragmentActor):
-    """Actor that encodes the items without tokens of fragments.
-
-    Args:
-        index: URI of the index.
-        version: Version of the index with the column.
-        listed: Listing of the source.
-        shards: Shards of the source with items of a fragment, by fragment.
-        stage: Stage that computes the tokens.
-        num_threads: Number of threads of torch.
-    """
+    """Actor that encodes the items without tokens of fragments."""
 
     step, columns = "encode", (RERANK_TOKENS,)
 
@@ -84,10 +75,6 @@ class CacheFragment(FragmentActor):
 class Backfill(AddedColumns):
     """Tokens of the adapter of an EDJE, which are stored for reranking.
 
-    Args:
-        spec: Spec of the index job, with `rerank`.
-        resources: Resources profile of the index job.
-
     Raises:
         SpecError: The index or the spec is invalid.
     """
@@ -108,11 +95,7 @@ class Backfill(AddedColumns):
             raise SpecError("index", spec.index, "an index with items", "is empty", note)
 
     def prepare(self, session: Session, report: Callable[[str], None]) -> list[Work]:
-        """Adds the column, and lists the source to find the items without tokens.
-
-        Raises:
-            SpecError: The EDJE or the index uses another encoder, or the index another adapter.
-        """
+        """Adds the column, and lists the source to find the items without tokens."""
         writer, resources = session.writer, self.resources
         load = tasks.describe_encoder.options(**resources.encode.task_options)
         with session.monitor.phase("load encoder"):
@@ -152,7 +135,6 @@ class Backfill(AddedColumns):
 def _shards_by_fragment(
     session: Session, listed: ListingJob, resources: IndexResources
 ) -> dict[int, list[int]]:
-    """Maps each fragment to the shards of the source that contain its unchanged rows."""
     read = resources.read
     task = _list_shard.options(**read.task_options)
     results = tasks.list_shards(listed, None, read.max_actors, session.check, task)
@@ -167,6 +149,6 @@ def _shards_by_fragment(
 def _list_shard(
     listed: ListingJob, shard: int, description: dict[str, Any]
 ) -> tuple[int, list[int]]:
-    """Lists a shard. Returns its number and the fragments that contain its unchanged rows."""
+    """Returns the number of the shard and the fragments that contain its unchanged rows."""
     listing.list_shard(listed, shard, description)
     return shard, unit_reader.stored_fragments(listed, shard)

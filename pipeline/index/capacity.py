@@ -23,10 +23,6 @@ RESERVED = {
 def check_capacity(profile: Profile, nodes: Sequence[Mapping[str, Any]] | None = None) -> None:
     """Checks that the actors of a profile can start. Otherwise the job would wait for ever.
 
-    Args:
-        profile: Resources profile of a job.
-        nodes: Nodes as `ray.nodes()` returns them, which is the default.
-
     Raises:
         SpecError: An actor needs more than any node has, or the smallest pools need more than the
             cluster has.

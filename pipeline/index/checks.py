@@ -20,11 +20,7 @@ from pipeline.taps import Tap
 
 
 def check(spec: IndexSpec) -> None:
-    """Checks the source, the encoder, the representations and the location of an index job.
-
-    Raises:
-        SpecError: The job cannot succeed.
-    """
+    """Raises `SpecError` if the source, encoder, representations or location cannot succeed."""
     item_fields = represented_fields(all_representations(spec))
     check_location(spec.index)
     source = spec.build_source()
@@ -85,7 +81,6 @@ def check_same_encoder(schema: pa.Schema, encoder_info: EncoderInfo) -> None:
 
 
 def _check_taps(spec: IndexSpec, attention: AttentionInfo | None) -> None:
-    """Raises `SpecError` if the encoder does not provide a required attention statistic."""
     required = {"keep_taps": tuple(Tap.parse(name) for name in spec.keep_taps)}
     by_representation = taps_by_representation(all_representations(spec))
     required |= {f"representations.{name}": taps for name, taps in by_representation.items()}
@@ -101,7 +96,6 @@ def _check_taps(spec: IndexSpec, attention: AttentionInfo | None) -> None:
 
 
 def _check_source(spec: IndexSpec, leaf: ComponentSpec) -> None:
-    """Raises `SpecError` if a source provides no input that the encoder can read."""
     source, provided = leaf.name, SOURCES.load(leaf.name).provided_inputs(leaf)
     item_fields = represented_fields(all_representations(spec))
     encoder = ENCODERS.load(spec.encoder.name)

@@ -115,10 +115,6 @@ class Representation(Spec):
 def default_id(compressor: Spec, with_budget: bool = True) -> str:
     """Builds the default column name from the method, its non-default settings and the budget.
 
-    Args:
-        compressor: Spec of a compressor or of one of its components.
-        with_budget: Whether to append `num_vectors` or `ratio`.
-
     >>> default_id(COMPRESSORS.resolve({"name": "hpool", "num_vectors": 32}))
     'hpool_32'
     >>> default_id(COMPRESSORS.resolve({"name": "hpool", "ratio": 0.125, "linkage": "rows"}))
@@ -210,11 +206,7 @@ class ListsRepresentations(Protocol):
 
 
 def all_representations(spec: ListsRepresentations) -> list[Representation]:
-    """Returns the explicit representations and those defined by the sweeps, in this order.
-
-    Raises:
-        SpecError: There are none, two of them have the same name, or one of a sweep is invalid.
-    """
+    """Returns the explicit representations and those defined by the sweeps, in this order."""
     representations = list(spec.representations)
     for sweep in [spec.sweep] if isinstance(spec.sweep, dict) else spec.sweep:
         for fields in expand_sweep(sweep) if sweep else []:
@@ -246,22 +238,13 @@ def required_taps(
 
 
 def needs_appended_vectors(representations: Iterable[Representation]) -> bool:
-    """Returns True if a representation needs the vectors of the appended tokens.
-
-    Other compressors that need appended tokens use only their attention statistics.
-    """
+    """Returns True for compressors that need more of appended tokens than attention statistics."""
     compressors = (COMPRESSORS.build(r.compressor) for r in representations)
     return any(c.needs_appended and not c.needs_taps for c in compressors)
 
 
 def stored_settings(compressor: ComponentSpec) -> dict[str, Any]:
-    """Returns the settings of a compressor for the metadata of a column.
-
-    A folder of trained weights is replaced by their hash.
-
-    Raises:
-        SpecError: The folder has no such weights.
-    """
+    """Returns the settings for the metadata of a column, with the hash of trained weights."""
     settings = dump(compressor)
     if isinstance(compressor, TrainedSpec):
         # Imports transformers, which few jobs need.
@@ -277,13 +260,7 @@ def stored_settings(compressor: ComponentSpec) -> dict[str, Any]:
 def encoder_fields(
     encoder_info: EncoderInfo, keep_positions: bool, keep_taps: Sequence[Tap] = ()
 ) -> list[pa.Field]:
-    """Returns the columns that all representations of an item field share.
-
-    Args:
-        encoder_info: Encoder, as seen from the field (`EncoderInfo.for_field`).
-        keep_positions: Whether token positions are stored.
-        keep_taps: Attention statistics to store, of one layer each.
-    """
+    """Returns the columns that all representations of an item field share."""
     metadata = {
         "format_version": FORMAT_VERSION,
         "encoder": encoder_info.spec,
@@ -335,14 +312,7 @@ def representation_fields(
     artefact: str | None,
     codec_artefact: str | None = None,
 ) -> list[pa.Field]:
-    """Returns the column of a representation and, if it is stored, the column of its assignment.
-
-    Args:
-        representation: Spec of the representation.
-        encoder_info: Encoder of the token vectors.
-        artefact: Hash of the fitted state of the compressor, or None without one.
-        codec_artefact: Hash of the fitted state of the codec, or None without one.
-    """
+    """Returns the column of a representation and, if it is stored, the column of its assignment."""
     info = representation_info(representation, encoder_info)
     info = replace(info, artefact=artefact, codec_artefact=codec_artefact)
     codec = CODECS.build(representation.codec)
@@ -368,13 +338,7 @@ def represented_fields(representations: Iterable[Representation]) -> tuple[str, 
 def changed_setting(
     representation: Representation, encoder_info: EncoderInfo, stored: RepresentationInfo
 ) -> tuple[str, Any, Any] | None:
-    """Finds the first setting that differs from the index. Returns its name and both values.
-
-    Args:
-        representation: Spec of the representation.
-        encoder_info: Encoder of the token vectors.
-        stored: Column of the same name in the index.
-    """
+    """Finds the first setting that differs from the index. Returns its name and both values."""
     settings = (
         ("fingerprint", encoder_info.fingerprint, stored.encoder.fingerprint),
         ("compressor", stored_settings(representation.compressor), stored.compressor),
@@ -400,10 +364,7 @@ def check_same_settings(
 def compressor_remarks(
     dataset: lance.LanceDataset, representations: Iterable[Representation]
 ) -> list[str]:
-    """Returns warnings about compressor settings that do not suit the first item.
-
-    Representations whose token extents are not stored are skipped.
-    """
+    """Returns warnings about compressor settings that do not suit the first item."""
     ids_by_sentence: dict[str, list[str]] = {}
     for r in representations:
         name = RepresentationInfo.from_schema(dataset.schema, r.id).positions.get("extents")
@@ -419,10 +380,7 @@ def compressor_remarks(
 
 
 def has_assignment(representation: Representation) -> bool:
-    """Checks whether the token assignment is stored.
-
-    Without compression it is the identity, and some compressors assign no tokens to vectors.
-    """
+    """Checks whether the token assignment is stored. Without compression it is the identity."""
     if not representation.keep_assignment or representation.compressor.name == "none":
         return False
     return COMPRESSORS.build(representation.compressor).assignment_form is not None

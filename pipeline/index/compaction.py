@@ -34,14 +34,7 @@ BATCH_ROWS = 64
 def plan_compaction(
     dataset: LanceDataset, max_items: int, max_bytes: int, **options: Any
 ) -> CompactionPlan:
-    """Plans to merge neighbouring fragments that are smaller than the limits.
-
-    Args:
-        dataset: Dataset of the items.
-        max_items: Maximum number of items per merged fragment.
-        max_bytes: Maximum size of a merged fragment in storage, at the mean size of a row.
-        options: Further options, see `lance.optimize.CompactionOptions`.
-    """
+    """Plans to merge neighbouring fragments that are smaller than the limits."""
     num_bytes = num_rows = 0
     for fragment in dataset.get_fragments():
         num_bytes += sum(file.file_size_bytes or 0 for file in fragment.data_files())
@@ -65,8 +58,6 @@ class FragmentMerger:
     Fragments of earlier jobs remain: the job may still replace rows in them.
 
     Args:
-        writer: Writer of the index.
-        resources: Resources of each task.
         check: Called while waiting. Raises an error to stop the job.
     """
 

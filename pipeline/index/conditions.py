@@ -1,10 +1,9 @@
 """Parser of filters: validates a condition and generates the SQL that Lance executes.
 
 The SQL is generated from the parsed condition, so that Lance executes exactly what was validated.
-The grammar is the subset of SQL that Lance's planner supports, without the constructs that let a
-short filter use gigabytes or take hours: concatenation, regular expressions, patterns from columns,
-and functions whose results are longer than their arguments. Lance's planner evaluates constants and
-recurses, so filters must be bounded before they reach it.
+The grammar lacks the constructs of SQL that let a short filter use gigabytes or take hours:
+concatenation, regular expressions, patterns from columns, and functions whose results are longer
+than their arguments. Lance's planner recurses, so nesting is bounded.
 """
 
 from __future__ import annotations
@@ -69,13 +68,7 @@ _NAME = re.compile(r"[^\W\d]\w*")
 
 
 class _Token(NamedTuple):
-    """Token of a filter, which is a word, a string or a symbol.
-
-    Attributes:
-        text: Text of the token.
-        start: Offset of its first character in the filter.
-        depth: Number of brackets that are open before it.
-    """
+    """Word, string or symbol, its offset and the number of brackets open before it."""
 
     text: str
     start: int
@@ -83,7 +76,6 @@ class _Token(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Text in upper case, which is compared with keywords and symbols."""
         return self.text.upper()
 
 
@@ -101,10 +93,7 @@ def condition_sql(filter: str, schema: pa.Schema) -> str:
 
 
 class _Parser:
-    """Recursive-descent parser of a condition.
-
-    `_out` holds the SQL of the parsed tokens.
-    """
+    """Recursive-descent parser, which collects the SQL of the parsed tokens in `_out`."""
 
     def __init__(self, filter: str, schema: pa.Schema):
         self._filter, self._schema = filter, schema
@@ -133,7 +122,6 @@ class _Parser:
         return self._token is not None and self._token.key in keys
 
     def _take(self, *keys: str) -> bool:
-        """Consumes the next token if it is one of `keys`. Returns True in this case."""
         token = self._token
         if token is None or token.key not in keys:
             return False
@@ -166,7 +154,6 @@ class _Parser:
     # -- conditions --------------------------------------------------------------------------
 
     def _condition(self) -> None:
-        """Parses predicates joined by AND and OR."""
         while True:
             if self._take("NOT"):
                 self._operator()
@@ -176,7 +163,6 @@ class _Parser:
             self._operator()
 
     def _predicate(self) -> None:
-        """Parses a value, which may be followed by a comparison or a test."""
         first = self._next
         self._sum(any_column=self._is_tested_for_null())
         if not self._next_is(*COMPARISONS, "IS", "NOT", "IN", "LIKE", "ILIKE", "BETWEEN"):
@@ -207,16 +193,12 @@ class _Parser:
                 self._sum()
 
     def _is_tested_for_null(self) -> bool:
-        """Checks whether the next tokens test a column for NULL."""
         end = self._path_end()
         keys = [token.key for token in self._tokens[end : end + 3]]
         return keys[:2] == ["IS", "NULL"] or keys == ["IS", "NOT", "NULL"]
 
     def _check_quotes(self, first: int) -> None:
-        """Raises `SpecError` if a column name is in double quotes.
-
-        Standard SQL reads it as the column, Lance as a string, which would silently match nothing.
-        """
+        """Rejects a column in double quotes, which Lance reads as a string and matches nothing."""
         token = self._tokens[first]
         name = token.text[1:-1].lower()
         is_single_token = self._next == first + 1
@@ -226,10 +208,7 @@ class _Parser:
             )
 
     def _pattern(self) -> None:
-        """Parses a literal pattern.
-
-        A pattern from a column would be compiled for each item.
-        """
+        """Parses a literal pattern: one from a column would be compiled for each item."""
         token = self._token
         if token is None or token.text[0] not in "'\"":
             raise self._expected("a pattern in quotes")
@@ -240,10 +219,6 @@ class _Parser:
     # -- values ------------------------------------------------------------------------------
 
     def _sum(self, any_column: bool = False) -> None:
-        """Parses values joined by arithmetic operators.
-
-        Lance applies their precedence.
-        """
         while True:
             if self._take("+", "-"):
                 self._operator()
@@ -302,10 +277,7 @@ class _Parser:
             self._emit(token.text)
 
     def _literals(self) -> None:
-        """Parses comma-separated literals.
-
-        Columns would be read again for each element.
-        """
+        """Parses literals: columns would be read again for each element."""
         while True:
             self._num_values += 1
             if self._num_values > MAX_VALUES:
@@ -359,7 +331,6 @@ class _Parser:
         self._close()
 
     def _is_column(self) -> bool:
-        """Checks whether the next argument is a single column."""
         end = self._path_end()
         is_name = self._token is not None and _is_name(self._token)
         return is_name and end < len(self._tokens) and self._tokens[end].text in ",)"
@@ -372,7 +343,6 @@ class _Parser:
         return end
 
     def _column(self, any_column: bool, lists: bool = False) -> None:
-        """Parses a column or a field of a struct."""
         path = [self._name()]
         while self._next_is("."):
             self._next += 1
@@ -399,12 +369,7 @@ class _Parser:
 
 
 def _tokenise(filter: str) -> Iterator[_Token]:
-    """Yields the tokens of a filter.
-
-    Raises:
-        SpecError: A string is not terminated, brackets are unbalanced or nested too deeply, or the
-            filter contains a comment, a parameter or a string with a prefix.
-    """
+    """Yields the tokens, or raises `SpecError` for comments, parameters and prefixed strings."""
     depth = 0
     for match in _TOKEN_PATTERN.finditer(filter):
         token = _Token(match[0], match.start(), depth)
@@ -423,23 +388,17 @@ def _tokenise(filter: str) -> Iterator[_Token]:
 
 
 def _unparsed(filter: str, token: _Token | None, expected: str) -> SpecError:
-    """Returns the error for a filter that does not parse at `token`, or at its end for None."""
     location = f"near {token.text!r} at character {token.start + 1}" if token else "at its end"
     problem = f"does not parse {location} (expected {expected})"
     return SpecError("filter", filter, FILTER_RULE, problem)
 
 
 def _too_long(filter: str, rule: str) -> SpecError:
-    """Builds the error for a filter that exceeds a limit."""
     return SpecError("filter", f"{filter[:60]}...", rule, "is too long")
 
 
 def _field_at(schema: pa.Schema, path: list[_Token]) -> tuple[pa.Field | None, list[str]]:
-    """Resolves a dotted path to a field and its names as spelled in the schema.
-
-    Like in Lance, columns that are not in backticks are case-insensitive, fields of structs are
-    case-sensitive.
-    """
+    """Resolves a path like Lance, which ignores the case of columns that are not in backticks."""
     fields, names, field = list(schema), [], None
     for depth, token in enumerate(path):
         name = token.text.strip("`")
@@ -455,7 +414,6 @@ def _field_at(schema: pa.Schema, path: list[_Token]) -> tuple[pa.Field | None, l
 
 
 def _is_comparable(field: pa.Field, lists: bool) -> bool:
-    """Checks whether a column contains scalars or, if `lists` is set, lists of scalars."""
     type = field.type
     if lists and types.is_list(type):
         type = type.value_type

@@ -25,7 +25,6 @@ class Counts:
         missing: Indexed items that the source no longer lists.
         removed: Rows removed because the source no longer lists them.
         truncated: Indexed files that are shorter than their header states.
-        commits: Commits so far.
         bytes: Size of the written rows.
         seconds: Time by stage, summed over actors.
         phases: Time by phase of the job, in seconds.

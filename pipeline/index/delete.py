@@ -36,14 +36,7 @@ class DeleteSpec(Spec):
 
 @dataclass
 class Counts:
-    """Counts of a deletion.
-
-    Attributes:
-        selected: Items of the index that were selected.
-        unknown: Given ids that the index does not contain.
-        removed: Rows removed so far.
-        commits: Commits so far.
-    """
+    """Counts of a deletion. `unknown` are given ids that the index does not contain."""
 
     selected: int = 0
     unknown: int = 0
@@ -63,13 +56,6 @@ def run(
 
     Readers of earlier versions still see the items, and their data remain on disk until
     `jobs.maintain` compacts the index. `jobs.index` adds an item again if its source lists it.
-
-    Args:
-        spec: Index and selection.
-        job: Identifier of the job.
-        report: Called with each sentence about the job.
-        is_dry: Whether only to count the items.
-        lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
         SpecError: The index does not exist, or the filter is invalid.
@@ -111,7 +97,6 @@ def _selection(progress: Counts) -> str:
 
 
 def _select(index: Index, spec: DeleteSpec, progress: Counts) -> dict[int, list[str]]:
-    """Returns the ids of the selected items by fragment."""
     rows: dict[int, list[str]] = {}
     for condition in _conditions(index, spec):
         scanner = index.dataset.scanner(
@@ -128,7 +113,6 @@ def _select(index: Index, spec: DeleteSpec, progress: Counts) -> dict[int, list[
 
 
 def _conditions(index: Index, spec: DeleteSpec) -> Iterator[str]:
-    """Yields SQL conditions that together select the items."""
     if spec.filter is not None:
         with filtering(index, spec.filter) as condition:
             assert condition is not None

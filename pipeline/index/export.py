@@ -1,7 +1,7 @@
 """Export of a representation: ids, vectors and items as Parquet or .npy files.
 
 The `vectors` source reads both formats. The output appears atomically: it is written to a temporary
-path, on the local disk for remote stores, and moved when it is complete.
+local path and moved when complete.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from pipeline.config import SpecError, absolute
 from pipeline.data.vector_files import QRELS, QUERIES, QUERY_IDS, DocumentFiles
 from pipeline.index.filters import check_matches, filtering
 from pipeline.index.info import PREFIX_SEPARATOR
-from pipeline.index.prefixes import first_vectors
-from pipeline.index.reader import Index, access_errors, combine_filters
+from pipeline.index.reader import Index, access_errors, combine_filters, first_vectors
 from pipeline.paths import locate
 from pipeline.runtime.atomic import check_writable
 from pipeline.schema import ITEM, METADATA_KEY, column_metadata, vectors_type
@@ -87,21 +86,10 @@ def export(
     Memory use does not depend on the size of the index.
 
     Args:
-        uri: URI of the index.
-        output: Path or URI of the file or folder to write.
         representation: Representation, prefix of a representation with nested vectors (`NAME@K`),
             or column of single vectors, which count as lists of one.
-        form: Format of the export.
-        dtype: Precision of the vectors. By default, float vectors keep their stored precision, and
-            other codecs are decoded to float32.
-        filter: SQL condition over the columns of the items.
         queries: Query vectors (M_i, D) by id, only for `npy`.
         qrels: Grades by item id and query id, only for `npy`.
-        overwrite: Whether to replace an existing export.
-        report: Called with each progress line.
-
-    Returns:
-        The number of exported items.
 
     Raises:
         SpecError: The representation does not exist, the filter is invalid or matches no items, no
@@ -137,7 +125,6 @@ def export(
 
 
 def _column_and_metadata(index: Index, representation: str) -> tuple[str, dict[str, Any]]:
-    """Returns the column of vectors of a representation, and the metadata that it stores."""
     column = representation.partition(PREFIX_SEPARATOR)[0]
     columns = [name for name in index.schema.names if _is_exportable(index, name)]
     if column not in columns:
@@ -162,7 +149,6 @@ def _check_judged(index: Index, condition: str, qrels: Mapping[str, Mapping[str,
 
 
 def _cast(vectors: np.ndarray, dtype: Dtype | None) -> np.ndarray:
-    """Converts finite vectors to a precision."""
     if dtype is None:
         return vectors
     with np.errstate(over="ignore"):
@@ -174,11 +160,6 @@ def _cast(vectors: np.ndarray, dtype: Dtype | None) -> np.ndarray:
 
 
 def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system and path of the output.
-
-    Raises:
-        SpecError: The output exists or cannot be written.
-    """
     if not output.strip("/ "):
         raise SpecError("output", output, "a path or URI", "names no file or folder")
     if form == "parquet" and not output.lower().endswith(".parquet"):
@@ -231,13 +212,6 @@ def _rows(
 
 
 class _Writer(ABC):
-    """Writer of an export to a local path.
-
-    Args:
-        path: Path of the file or folder.
-        record: Metadata of the export.
-    """
-
     def __init__(self, path: Path, record: dict[str, Any]):
         self.path, self.record, self.num_vectors = path, record, 0
 
@@ -246,8 +220,7 @@ class _Writer(ABC):
         """Appends items and their vectors (T, D)."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Completes and closes the files."""
+    def close(self) -> None: ...
 
 
 class _Parquet(_Writer):
@@ -284,14 +257,7 @@ class _Parquet(_Writer):
 
 
 class _Npy(_Writer):
-    """Writer of the layout that `DocumentFiles` reads.
-
-    Args:
-        path: Path of the folder.
-        record: Metadata of the export.
-        queries: Query vectors (M_i, D) by id, or None.
-        qrels: Grades by item id and query id, or None.
-    """
+    """Writer of the layout that `DocumentFiles` reads."""
 
     def __init__(
         self,
@@ -352,7 +318,7 @@ class _Npy(_Writer):
 
 
 def _write_queries(folder: Path, queries: Mapping[str, np.ndarray]) -> None:
-    """Writes query vectors as an array (Q, M, D), padded with zeros, which do not add to MaxSim."""
+    """Writes an array (Q, M, D), padded with zeros, which do not add to MaxSim."""
     arrays = list(queries.values())
     shape = len(arrays), max(map(len, arrays)), arrays[0].shape[1]
     vectors_QMD = np.zeros(shape, np.float32)
@@ -370,7 +336,6 @@ def _write_qrels(path: Path, qrels: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def _write_header(stream: Any, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-    """Overwrites the placeholder at the beginning of an .npy file with a header of version 1.0."""
     fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     text = repr(fields).encode("latin1")
     magic = np.lib.format.magic(1, 0)
@@ -381,10 +346,7 @@ def _write_header(stream: Any, dtype: np.dtype, shape: tuple[int, ...]) -> None:
 
 @contextmanager
 def _unfinished(filesystem: AbstractFileSystem, path: str) -> Iterator[Path]:
-    """Yields a local temporary path for the export.
-
-    Removes what is left of it on exit.
-    """
+    """Yields a local temporary path, which is removed on exit."""
     if isinstance(filesystem, LocalFileSystem):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -401,7 +363,6 @@ def _unfinished(filesystem: AbstractFileSystem, path: str) -> Iterator[Path]:
 
 
 def _move(unfinished: Path, filesystem: AbstractFileSystem, path: str) -> None:
-    """Moves a complete export to its final path."""
     if isinstance(filesystem, LocalFileSystem):
         replaced = unfinished.with_suffix(".old")
         if unfinished.is_dir() and Path(path).exists():  # a rename cannot replace a folder

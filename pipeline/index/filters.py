@@ -2,7 +2,7 @@
 
 Lance silently ignores the rest of `a = 1 b = 2` or `a = 1) OR (b = 2`. Here such a filter is an
 error with the position of the mistake. A filter cannot write, crash the process or exhaust its
-memory, see `pipeline.index.conditions`.
+memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ _FILE_ERROR = re.compile(r"Not found: |LanceError\(IO\)|Object at location|No su
 
 
 def check_filter(index: Index, filter: str) -> str:
-    """Validates a filter and returns its SQL. No items are read.
-
-    Raises:
-        SpecError: The filter does not parse, is not a condition, or cannot be planned by Lance.
-    """
+    """Validates a filter and returns its SQL. No items are read."""
     if not isinstance(filter, str) or not filter.strip():
         raise SpecError("filter", filter, FILTER_RULE)
     sql = condition_sql(filter, index.schema)
@@ -44,11 +40,9 @@ def check_filter(index: Index, filter: str) -> str:
 def filtering(index: Index, filter: str | None) -> Iterator[str | None]:
     """Context for filtered reads: yields the SQL of the filter, or None without a filter.
 
-    Errors of the filter are distinguished from those of corrupted files.
-
     Raises:
-        SpecError: The filter is invalid (see `check_filter`) or fails on an item, such as by a
-            division by zero; or data files are missing or corrupted.
+        SpecError: The filter is invalid or fails on an item, such as by a division by zero; or data
+            files are missing or corrupted.
     """
     with index.corruption_errors():
         sql = None if filter is None else check_filter(index, filter)
@@ -64,29 +58,14 @@ def filtering(index: Index, filter: str | None) -> Iterator[str | None]:
 def matching_ids(
     index: Index, filter: str, fragments: Sequence[lance.LanceFragment] | None = None
 ) -> pa.ChunkedArray:
-    """Returns the ids of all items that match a filter.
-
-    Args:
-        index: Index to read.
-        filter: SQL condition.
-        fragments: Fragments to read. Defaults to all fragments.
-
-    Raises:
-        SpecError: See `filtering`.
-    """
+    """Returns the ids of all items that match a filter."""
     with filtering(index, filter) as condition:
         scanner = index.dataset.scanner(columns=["item_id"], filter=condition, fragments=fragments)
         return scanner.to_table()["item_id"]
 
 
 def check_matches(number: int, filter: str, field: str = "filter") -> None:
-    """Raises `SpecError` if a filter matches no items.
-
-    Args:
-        number: Number of matching items.
-        filter: The filter.
-        field: Field that errors name.
-    """
+    """Raises `SpecError` if a filter matches no items."""
     if not number:
         raise SpecError(field, filter, "a condition that matches items", "matches no items")
 
@@ -97,7 +76,6 @@ def _unusable(filter: str, error: Exception) -> SpecError:
 
 
 def _problem(index: Index, filter: str) -> str | None:
-    """Returns the error of Lance if it cannot plan a filter, or else None. Nothing is executed."""
     try:
         index.dataset.scanner(columns=["item_id"], filter=filter).explain_plan()
     except (ValueError, RuntimeError) as error:

@@ -26,7 +26,6 @@ class LearnedState(NamedTuple):
     Attributes:
         compressor: Fitted state or trained weights of the compressor, or None if it has neither.
         codec: Fitted state of the codec, or None if it needs no fitting.
-        sample: Items on which both were fitted, or None if not recorded.
     """
 
     compressor: dict[str, np.ndarray] | None = None
@@ -41,11 +40,7 @@ def needs_fit(representation: Representation) -> bool:
 
 
 def trained_state(representation: Representation, encoder_info: EncoderInfo) -> LearnedState:
-    """Returns the learned state of a representation that needs no fitting: its trained weights.
-
-    Raises:
-        SpecError: The weights were trained for vectors of another dimension.
-    """
+    """Returns the learned state of a representation that needs no fitting: its trained weights."""
     with within(f"representations.{representation.id}.compressor"):
         return LearnedState(load_weights(representation.compressor, encoder_info))
 
@@ -60,7 +55,6 @@ def fit(
     """Fits the compressor, and then the codec to the compressed vectors.
 
     Args:
-        representation: Compressor and codec to fit.
         encoder_info: Encoder of the token vectors.
         sample: Returns the batches of the sample, with the attention statistics that the compressor
             needs. It is called twice if both are fitted, so that the sample need not fit in memory.
@@ -101,11 +95,7 @@ def fitted_fields(
 
 
 def load_learned_state(index: str, info: RepresentationInfo) -> LearnedState:
-    """Loads the fitted state of a stored representation.
-
-    Raises:
-        SpecError: A file is missing or corrupted, or was fitted for other settings.
-    """
+    """Loads the fitted state of a stored representation."""
     compressor = codec = None
     if info.artefact:
         compressor = load_artefact(index, info.artefact, info.compressor_fit)
@@ -115,10 +105,6 @@ def load_learned_state(index: str, info: RepresentationInfo) -> LearnedState:
 
 
 def load_fit_sample(index: str, info: RepresentationInfo) -> Sample | None:
-    """Loads the sample to which a stored representation was fitted.
-
-    Returns:
-        The sample, or None if the representation was not fitted.
-    """
+    """Loads the sample to which a stored representation was fitted, or None without fitting."""
     name = (None if info.has_trained_weights else info.artefact) or info.codec_artefact
     return load_sample(index, name) if name else None

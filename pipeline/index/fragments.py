@@ -30,9 +30,7 @@ class WriteFragments:
     """Actor that writes units to Lance fragments. The driver commits the fragments later.
 
     Args:
-        index: URI of the index.
         max_bytes: Maximum size of the rows of a fragment in memory, unless it has a single unit.
-        job: Identifier of the job whose progress is counted, if any.
     """
 
     def __init__(self, index: str, max_bytes: int, job: str | None = None):
@@ -68,16 +66,12 @@ class WriteFragments:
         return pa.Table.from_pylist([{"written": pickle.dumps(written)}], schema=WRITTEN)
 
     def _groups(self, tables: list[pa.Table]) -> Iterator[list[pa.Table]]:
-        """Yields the tables of each fragment."""
         limits = UnitLimits(max(1, len(tables)), self.max_bytes)
         return limits.split((table, ItemSize(table.nbytes)) for table in tables)
 
 
 def write_table(table: pa.Table, uri: str) -> list[FragmentMetadata]:
-    """Writes rows as one uncommitted fragment of the dataset at `uri`.
-
-    Missing columns are null.
-    """
+    """Writes rows as one uncommitted fragment. Missing columns are null."""
     schema = lance.dataset(uri).schema
     schema = pa.schema([column for column in schema if column.name in table.column_names])
     table = encode_positions(table.select(schema.names), schema)
@@ -88,8 +82,6 @@ class WrittenUnit(NamedTuple):
     """Outcome of a unit, for the log and the trace of the job.
 
     Attributes:
-        name: Name of the unit.
-        items: Number of written items.
         rejects: Number of rejected items by reason.
         steps: Start, in seconds since 1970, and duration in seconds of each step.
     """
@@ -116,11 +108,8 @@ class Pending:
     """Fragments that have been written but not committed.
 
     Attributes:
-        units: Units that have been processed.
-        fragments: Metadata of the fragments.
         replaced: Ids of the items whose older revision is replaced, by fragment.
         rejects: Tables of rejects.
-        item_ids: Ids of the items in the fragments.
         gone: Number of listed items that no longer exist.
         seconds: Time by stage.
         num_bytes: Size of the rows in memory.

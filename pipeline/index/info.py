@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from pipeline.config import WEIGHTS_HASH, SpecError, describe, digest, dump
 from pipeline.index.positions import EXTENTS
+from pipeline.registry import COMPRESSORS
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
 from pipeline.taps import Tap
 
@@ -37,7 +41,6 @@ class EncoderInfo:
         has_spans: Whether tokens have character ranges.
         has_extents: Whether tokens have boxes or times.
         has_confidence: Whether tokens have recognition confidences.
-        prefix: Prefix of the columns that all representations of the encoder share.
         num_layers: Number of layers with attention statistics, or None without them.
         query_kinds: Supported members of `QUERY_KINDS`, or empty if queries must be vectors.
     """
@@ -78,10 +81,7 @@ class EncoderInfo:
         return self.spec["name"]
 
     def for_field(self, field: str) -> EncoderInfo:
-        """Returns the info for an item field.
-
-        Captions have a separate column prefix.
-        """
+        """Returns the info for an item field. Captions have a separate column prefix."""
         if field == "content":
             return self
         prefix = f"{self.prefix}_{field}"
@@ -94,10 +94,7 @@ class EncoderInfo:
 
     @property
     def position_types(self) -> dict[str, pa.DataType]:
-        """In-memory types of the token positions by `TokenBatch` field.
-
-        See `stored_type`.
-        """
+        """In-memory types of the token positions by `TokenBatch` field. See `stored_type`."""
         types = {}
         if self.has_spans:
             types["spans"] = pa.list_(pa.list_(pa.int32(), 2))
@@ -121,7 +118,6 @@ class RepresentationInfo:
     """Metadata of a stored representation, which has a column of vectors and companion columns.
 
     Attributes:
-        column: Name of the column.
         encoder: Encoder of the token vectors. Its `has_*` flags refer to columns in the index.
         compressor: Resolved settings of the compressor as JSON values.
         codec: Resolved settings of the codec as JSON values.
@@ -158,11 +154,7 @@ class RepresentationInfo:
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> RepresentationInfo:
-        """Parses the metadata of a column of vectors. Unknown keys are ignored.
-
-        Raises:
-            SpecError: The metadata is malformed.
-        """
+        """Parses the metadata of a column of vectors. Unknown keys are ignored."""
         stored = column_metadata(schema.field(name))
         try:
             positions, pooled = stored["positions"], stored["pooled"]
@@ -294,7 +286,6 @@ class PooledInfo:
     """Metadata of a column of single vectors.
 
     Attributes:
-        name: Name of the column.
         encoder: Registered name of the encoder.
         fingerprint: Hash of the weights and of the settings that affect the vectors.
     """
@@ -305,11 +296,7 @@ class PooledInfo:
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> PooledInfo:
-        """Parses the metadata of the column.
-
-        Raises:
-            SpecError: The metadata is malformed.
-        """
+        """Parses the metadata of the column."""
         stored = column_metadata(schema.field(name))
         try:
             return cls(name, stored["encoder"]["name"], stored["fingerprint"])
@@ -322,7 +309,6 @@ class RerankInfo:
     """Metadata of the column with the tokens of an EDJE adapter.
 
     Attributes:
-        name: Name of the column.
         adapter: Fingerprint of the adapter.
         encoder: Registered name of the encoder whose vectors the adapter reads.
         dim: Dimensions of the tokens.
@@ -335,11 +321,7 @@ class RerankInfo:
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> RerankInfo:
-        """Parses the metadata of the column.
-
-        Raises:
-            SpecError: The metadata is malformed.
-        """
+        """Parses the metadata of the column."""
         stored = column_metadata(schema.field(name))
         try:
             adapter, encoder = stored["adapter"]["fingerprint"], stored["encoder"]["name"]
@@ -353,7 +335,6 @@ class CandidatesInfo:
     """Metadata of the codes of a candidate generator.
 
     Attributes:
-        name: Name of the column.
         generator: Resolved settings of the generator as JSON values.
         representation: Column of the vectors that the codes approximate, or of the texts that they
             describe.
@@ -385,11 +366,7 @@ class CandidatesInfo:
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> CandidatesInfo:
-        """Parses the metadata of the column.
-
-        Raises:
-            SpecError: The metadata is malformed.
-        """
+        """Parses the metadata of the column."""
         stored = column_metadata(schema.field(name))
         try:
             keys = ("generator", "representation", "fitted", "artefact", "revision")
@@ -416,41 +393,57 @@ def columns_with_role(schema: pa.Schema, role: str) -> list[str]:
 
 
 def representation_infos(schema: pa.Schema) -> dict[str, RepresentationInfo]:
-    """Returns the stored representations by name.
-
-    Raises:
-        SpecError: The metadata of a column is malformed.
-    """
+    """Returns the stored representations by name."""
     names = columns_with_role(schema, "search")
     return {name: RepresentationInfo.from_schema(schema, name) for name in names}
 
 
-def pooled_infos(schema: pa.Schema) -> dict[str, PooledInfo]:
-    """Returns the metadata of all columns of single vectors by name.
+def find_representation(infos: Mapping[str, RepresentationInfo], name: str) -> RepresentationInfo:
+    """Returns a stored representation, or for `NAME@K` the first K vectors of a nested one."""
+    column, separator, length = name.partition(PREFIX_SEPARATOR)
+    if column not in infos:
+        raise SpecError.unknown_name("representation", name, infos, "is not in the index")
+    info = infos[column]
+    if not separator:
+        return info
+    if not is_nested(info):
+        nested = [other for other, candidate in infos.items() if _may_be_nested(candidate)]
+        rule = f"a prefix of {' or '.join(nested)}" if nested else "a name without @K"
+        raise SpecError("representation", name, rule, "stores no nested vectors")
+    budget = info.num_vectors
+    is_valid = re.fullmatch("[1-9][0-9]{0,8}", length) and int(length) <= (budget or int(length))
+    if not is_valid:
+        limits = ">= 1" if budget is None else f"from 1 to {budget}, its stored budget"
+        rule = f"{column}{PREFIX_SEPARATOR}K with an integer K {limits}"
+        raise SpecError("representation", name, rule)
+    return replace(info, max_vectors=int(length))
 
-    Raises:
-        SpecError: The metadata of a column is malformed.
-    """
+
+def is_nested(info: RepresentationInfo) -> bool:
+    """Checks whether the first k vectors of each item form a representation with budget k."""
+    return COMPRESSORS.build(COMPRESSORS.resolve(info.compressor)).is_nested
+
+
+def _may_be_nested(info: RepresentationInfo) -> bool:
+    with contextlib.suppress(SpecError):
+        return is_nested(info)
+    return False
+
+
+def pooled_infos(schema: pa.Schema) -> dict[str, PooledInfo]:
+    """Returns the metadata of all columns of single vectors by name."""
     names = columns_with_role(schema, "single")
     return {name: PooledInfo.from_schema(schema, name) for name in names}
 
 
 def rerank_infos(schema: pa.Schema) -> dict[str, RerankInfo]:
-    """Returns the columns for reranking by name.
-
-    Raises:
-        SpecError: The metadata of a column is malformed.
-    """
+    """Returns the columns for reranking by name."""
     names = columns_with_role(schema, "rerank")
     return {name: RerankInfo.from_schema(schema, name) for name in names}
 
 
 def candidates_infos(schema: pa.Schema) -> dict[str, CandidatesInfo]:
-    """Returns the codes of candidate generators by column.
-
-    Raises:
-        SpecError: The metadata of a column is malformed.
-    """
+    """Returns the codes of candidate generators by column."""
     names = columns_with_role(schema, "candidates")
     return {name: CandidatesInfo.from_schema(schema, name) for name in names}
 
@@ -468,7 +461,6 @@ def format_versions(schema: pa.Schema) -> set[Any]:
 
 
 def _malformed(column: str, error: Exception) -> SpecError:
-    """Builds the error for a column whose metadata cannot be parsed."""
     detail = f"{type(error).__name__}: {error}"
     if isinstance(error, ValidationError):
         detail = str(describe(error.errors()))

@@ -1,8 +1,7 @@
 """Index job: Ray Data streams units through encoder actors, and the driver commits fragments.
 
-The phases are: take the lease, list the source, plan the columns, fit, stream (encode, compress,
-write, commit) and finish. However a job ends, its commits persist and the next run resumes from
-them. The index is its own checkpoint.
+However a job ends, its commits persist and the next run resumes from them: the index is its own
+checkpoint.
 """
 
 from __future__ import annotations
@@ -87,8 +86,6 @@ class Listing:
     """Result of listing the source.
 
     Attributes:
-        job: Settings that the tasks share.
-        num_shards: Number of shards.
         ranges: Units with items to process, divided into tasks.
         num_unreadable: Number of unreadable parts of the source.
     """
@@ -113,17 +110,9 @@ def run(
     """Runs the job until all items have been processed. Ray must be connected to a cluster.
 
     Args:
-        spec: Spec of the job.
-        resources: Resources profile of the job.
-        job: Identifier of the job.
         limit: Maximum number of items to list, or None for all.
         remove_missing: Whether to remove rows that the source no longer lists.
         retry_rejects: Reasons whose rejects are retried.
-        report: Called with each sentence about the job.
-        lease_seconds: Lifetime of the lease without renewal, see `Session`.
-
-    Returns:
-        Counts of the run.
 
     Raises:
         SpecError: An input is invalid. Raised before anything is written.
@@ -215,11 +204,7 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
 def fit_columns(
     context: Context, listing: Listing, columns: ColumnPlan
 ) -> Mapping[str, LearnedState]:
-    """Fits the representations that need it, and adds missing columns to the index.
-
-    Returns:
-        The learned state of all representations by id.
-    """
+    """Fits representations and adds missing columns. Returns the learned state by id."""
     spec = context.spec
     fitted = [r for r in columns.added if needs_fit(r)]
     job, num_shards = _calibration(context, listing) if fitted else (listing.job, 0)
@@ -240,7 +225,6 @@ def fit_columns(
 
 
 def _calibration(context: Context, listing: Listing) -> tuple[ListingJob, int]:
-    """Returns the listing from which fitting samples are drawn, and its number of shards."""
     spec = context.spec.calibration()
     if spec is None:
         return listing.job, listing.num_shards
@@ -310,7 +294,6 @@ def stream(
 
 
 def _is_full(spec: IndexSpec, pending: Pending) -> bool:
-    """Checks whether the written fragments should be committed before the interval has passed."""
     is_full = spec.commit_items is not None and pending.num_items >= spec.commit_items
     return is_full or pending.num_bytes >= spec.commit_bytes
 
@@ -344,11 +327,7 @@ def _commit(context: Context, listing: Listing, pending: Pending) -> None:
 
 
 def finish(context: Context) -> None:
-    """Checks that all listed items are accounted for. Reports the counts and the warnings.
-
-    Raises:
-        JobError: The number of listed items differs from indexed + rejected.
-    """
+    """Checks that all listed items are accounted for. Reports the counts and the warnings."""
     spec, progress, report = context.spec, context.progress, context.report
     context.writer.index_ids()
     rejected = progress.rejected_before + progress.rejected
@@ -386,11 +365,7 @@ def finish(context: Context) -> None:
 
 
 def find_missing(context: Context, listing: Listing, remove: bool) -> None:
-    """Reports the rows of items that the source no longer lists, or removes them in one commit.
-
-    Raises:
-        JobError: Parts of the source are unreadable. Their items would be removed by mistake.
-    """
+    """Reports or removes rows that the source no longer lists, if all of it could be read."""
     if listing.num_unreadable:
         if not remove:
             return
@@ -419,10 +394,7 @@ def find_missing(context: Context, listing: Listing, remove: bool) -> None:
 
 
 def _former_collections(context: Context, collections: Sequence[str]) -> list[str]:
-    """Returns the collections that earlier jobs listed together with one of `collections`.
-
-    Collections that a later job listed without them belong to another spec.
-    """
+    """Returns collections once listed together with `collections`, and not without them since."""
     condition = f"source NOT IN ({', '.join(map(quote, collections))})"
     if not context.writer.dataset.count_rows(condition):
         return []

@@ -1,8 +1,6 @@
 """Lease for writing to an index.
 
-Its holder is a config entry of the dataset of the items. Renewals are written to a small file, so
-that their cost does not depend on the size of the index, whose commits rewrite its list of
-fragments.
+Renewals write a small file: a commit would rewrite the list of fragments of the index.
 """
 
 from __future__ import annotations
@@ -30,9 +28,6 @@ class Lease:
         owner: Unique id of the holder, or empty if the lease was released.
         epoch: Number of times that the lease was taken.
         expires: Expiry, in seconds since 1970.
-        job: Identifier of the holder's job.
-        host: Host of the holder.
-        pid: Process id of the holder.
         process_start: Start of the process, which distinguishes it from later ones with its pid.
     """
 
@@ -67,19 +62,12 @@ class Lease:
 
     @classmethod
     def from_dataset(cls, dataset: LanceDataset) -> Lease | None:
-        """Reads the last lease from the config of the dataset.
-
-        Returns None if it was never taken.
-        """
+        """Reads the last lease from the config of the dataset, or None if it was never taken."""
         text = dataset.config().get(LEASE_KEY)
         return cls(**json.loads(text)) if text else None
 
     def renewed(self, folder: str) -> Lease:
-        """Returns the lease with the expiry of its last renewal.
-
-        Args:
-            folder: URI of the folder with the files of leases.
-        """
+        """Returns the lease with the expiry of its last renewal, stored in `folder`."""
         return replace(self, expires=max(self.expires, LeaseFile(folder, self.owner).read()))
 
 
@@ -88,10 +76,6 @@ class LeaseFile:
 
     Only the holder writes it. The next holder removes it, which tells a holder that was suspended
     that it has lost the lease.
-
-    Args:
-        folder: URI of the folder with the files of leases.
-        owner: Unique id of the holder.
     """
 
     def __init__(self, folder: str, owner: str):
@@ -133,7 +117,7 @@ def _host() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """Returns the start time of a local process in clock ticks, or "" if the process has ended."""
+    """Returns the start time in clock ticks, or "" if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *fields = file.read().rpartition(")")[2].split()

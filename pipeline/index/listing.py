@@ -1,10 +1,8 @@
 """Listing of a source: determines shard by shard which items are new, changed, done or rejected.
 
-A job *plans* in a task (divides the source into numbered shards, which the driver receives while
-the task walks through the source), *lists* each shard in another task (scans it and looks up its
-ids in the index) and finally marks duplicate ids. The results are small files in the folder of the
-job, which the listing tasks write. The driver holds only a few counts per shard. `unit_reader`
-reads the listed items.
+A job *plans* (divides the source into numbered shards), *lists* each shard (scans it and looks up
+its ids in the index) and finally marks duplicate ids. The tasks write their results to small files
+in the folder of the job; the driver holds only a few counts per shard.
 """
 
 from __future__ import annotations
@@ -58,14 +56,10 @@ class ListingJob:
     """Settings that all listing tasks of a job share. They can be pickled.
 
     Attributes:
-        index: URI of the index.
-        folder: URI of the folder of the job.
-        source: Source to list.
         spec_digest: Digest of the settings that determine whether an item is rejected.
         retry_rejects: Present names of the reasons whose rejects are retried although nothing
             changed.
         wants: Item fields that the encoder reads.
-        limits: Limits of units.
     """
 
     index: str
@@ -147,8 +141,6 @@ def list_shard(job: ListingJob, shard: int, description: dict[str, Any]) -> Shar
     """Scans a shard, determines the status of each item and writes it to a file.
 
     Args:
-        job: Settings of the listing.
-        shard: Number of the shard.
         description: The `shard` of the source, and the `limit` of its number of entries or None.
     """
     source = job.build_source()
@@ -214,13 +206,9 @@ def shard_description(listed: pa.Table) -> dict[str, Any]:
 
 
 def unlisted_rejects(job: ListingJob, shard: int) -> tuple[pa.Table, int]:
-    """Returns the rejects of entries that could not be listed, after `mark_duplicates`.
+    """Returns the rejects of entries that could not be listed, and the number already recorded.
 
-    The table of rejects has one row per id. An entry whose id belongs to an item or to an earlier
-    entry therefore gets a distinct id, as duplicate items do.
-
-    Returns:
-        The new rejects, and the number of rejects that are already recorded.
+    The table of rejects has one row per id: an entry whose id is taken gets a distinct id.
     """
     table = job.read_table("unlisted", shard)
     ids = [
@@ -252,13 +240,9 @@ def _status(
 
 
 def mark_duplicates(job: ListingJob, num_shards: int) -> dict[int, dict[str, int]]:
-    """Sets the status of repeated ids to "duplicate", except for the first occurrence.
+    """Marks repeated ids and returns the new counts by status of the shards that changed.
 
-    It also marks entries that could not be listed and whose id is taken, for `unlisted_rejects`.
     Run it in a task, not in the driver: it holds 8 bytes per item.
-
-    Returns:
-        The new counts by status, by shard, for the shards that changed.
     """
     hashes = _hashes(job, "listed", num_shards)
     all_hashes = np.concatenate([np.zeros(0, np.uint64), *hashes])
@@ -282,7 +266,6 @@ def mark_duplicates(job: ListingJob, num_shards: int) -> dict[int, dict[str, int
 
 
 def _mark_taken(job: ListingJob, num_shards: int, listed: np.ndarray) -> None:
-    """Marks unlisted entries whose id is used by an item or by a previous unlisted entry."""
     hashes = _hashes(job, "unlisted", num_shards)
     unlisted = np.concatenate([np.zeros(0, np.uint64), *hashes])
     taken = np.ones(len(unlisted), bool)
@@ -312,10 +295,7 @@ CONTENT = ("revision", "span")
 
 
 def content_hashes(items: pa.Table | pa.RecordBatch) -> np.ndarray:
-    """Returns the content hashes of items, (N,) uint64, computed from the columns `CONTENT`.
-
-    The hash of a part of a file includes its span. The hash does not depend on item ids.
-    """
+    """Returns the content hashes of items, (N,) uint64, which include spans but no ids."""
     rows = zip(items["revision"].to_pylist(), items["span"].to_pylist(), strict=True)
     hashes = (id_hash(f"{revision} {span and tuple(span.values())}") for revision, span in rows)
     return np.fromiter(hashes, np.uint64, items.num_rows)
@@ -327,7 +307,7 @@ def stale_rows(
     """Returns the rows of `collections` that the source no longer lists, as item ids by fragment.
 
     Items keep their rows if they or their parents were rejected. Run it in a task, not in the
-    driver: it holds 8 bytes per listed item and the returned ids.
+    driver: it holds 8 bytes per listed item.
     """
     listed, unlisted = (
         np.unique(np.concatenate([np.zeros(0, np.uint64), *_hashes(job, kind, num_shards)]))
@@ -354,12 +334,7 @@ def stale_rows(
 
 
 def scan(source: Source, description: dict[str, Any]) -> Iterator[tuple[int, Item | Reject]]:
-    """Yields the entries of a shard and their positions, up to the limit of the shard.
-
-    Args:
-        source: Source of the shard.
-        description: Description of the shard, see `list_shard`.
-    """
+    """Yields the entries of a shard and their positions, up to the limit of the shard."""
     for position, entry in enumerate(source.scan(description["shard"])):
         if description["limit"] is not None and position >= description["limit"]:
             return
@@ -390,7 +365,7 @@ def _stored(
 def _known_rejects(
     dataset: lance.LanceDataset | None, item_ids: Sequence[str], job: ListingJob
 ) -> dict[str, str]:
-    """Looks up the rejected revision of all ids that were rejected permanently by the same spec."""
+    """Looks up the revision of all ids that the same spec rejected permanently."""
     if dataset is None or not item_ids:
         return {}
     table = dataset.scanner(
@@ -418,7 +393,6 @@ def read_tables(job: ListingJob, kind: str, num_shards: int) -> Iterator[pa.Tabl
 
 
 def _ids_among(rejected: lance.LanceDataset | None, item_ids: Sequence[str]) -> list[str]:
-    """Returns those of the given ids that occur in the table of rejects."""
     if rejected is None or not item_ids:
         return []
     table = rejected.scanner(columns=["item_id"], filter=id_filter(item_ids)).to_table()

@@ -48,9 +48,7 @@ class Counts:
         fragments_before: Fragments when the job started.
         fragments: Fragments now.
         merged: Fragments that were replaced by larger ones.
-        commits: Commits of merged fragments.
         versions: Versions that were removed.
-        freed_bytes: Size of the removed files.
         jobs: Finished jobs whose listings were removed.
     """
 
@@ -80,13 +78,6 @@ def run(
        files that no version needs, such as those of a job that was killed. Nothing else can write
        while the lease is held.
     3. The index of the item ids is extended, and listings of finished jobs are removed.
-
-    Args:
-        spec: Options.
-        job: Identifier of the job.
-        report: Called with each sentence about the job.
-        is_dry: Whether only to report what would be done.
-        lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
         SpecError: The index does not exist or is corrupted.
@@ -127,7 +118,6 @@ def _plan(spec: MaintainSpec, dataset: LanceDataset) -> CompactionPlan:
 def _compact(
     spec: MaintainSpec, session: Session, progress: Counts, report: Callable[[str], None]
 ) -> None:
-    """Rewrites fragments."""
     dataset = open_dataset(spec.index)
     progress.fragments_before = progress.fragments = len(dataset.get_fragments())
     tasks = _plan(spec, dataset).tasks
@@ -152,7 +142,6 @@ def _compact(
 def _clean(
     spec: MaintainSpec, session: Session, progress: Counts, report: Callable[[str], None]
 ) -> None:
-    """Removes old versions and unused files."""
     session.check()
     with session.monitor.phase("remove old versions"):
         stats = session.writer.clean(timedelta(hours=spec.retain_hours))
@@ -177,7 +166,6 @@ def _report_plan(spec: MaintainSpec, index: Index, report: Callable[[str], None]
 
 
 def _finished_jobs(spec: MaintainSpec) -> Iterator[str]:
-    """Yields the folders of jobs that ended before the retention period and have a listing."""
     storage, path = open_folder(spec.index, JOBS)
     if not storage.exists(path):
         return
@@ -193,7 +181,6 @@ def _finished_jobs(spec: MaintainSpec) -> Iterator[str]:
 
 
 def _remove_listing(uri: str, folder: str) -> int:
-    """Removes the listing of a job. Returns the size of the removed files."""
     storage, path = open_folder(uri, JOBS, folder)
     num_bytes = 0
     for name in storage.ls(path, detail=False):

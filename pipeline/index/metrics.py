@@ -1,8 +1,4 @@
-"""Metrics of the jobs that write to an index, which Ray exports for Prometheus.
-
-The driver of a job sets them. Ray's own metrics of Ray Data (`ray_data_*`) and of the nodes
-(`ray_node_*`) complement them.
-"""
+"""Metrics of the jobs that write to an index, which Ray exports for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,12 +12,7 @@ COMMIT_SECONDS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class JobMetrics:
-    """Metrics of one job.
-
-    Args:
-        kind: Type of the job, such as "index".
-        index: URI of the index.
-    """
+    """Metrics of one job."""
 
     def __init__(self, kind: str, index: str):
         self._tags = {"kind": kind, "index": index}

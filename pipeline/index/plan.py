@@ -36,7 +36,6 @@ class ColumnPlan:
     """Columns that an index job fills, and those that it must add first.
 
     Attributes:
-        encoder_info: Description of the encoder.
         learned: Learned state of the stored representations, by id.
         added: Representations to add to the index.
         encoder_columns: Names of the shared columns of the encoder that are filled.
@@ -54,8 +53,6 @@ class ColumnPlan:
 
 def plan_columns(spec: IndexSpec, encoder_info: EncoderInfo, writer: IndexWriter) -> ColumnPlan:
     """Compares the columns of the spec with those of the index.
-
-    Columns of an empty index that another spec added are dropped.
 
     Raises:
         SpecError: A column has another encoder or other settings, or is missing from an index that
@@ -109,7 +106,6 @@ def _has_columns(
     wanted: list[Representation],
     rerank: list[pa.Field],
 ) -> bool:
-    """Checks whether a schema consists of the required columns with the same settings."""
     stored = representation_infos(schema)
     stored_rerank = [schema.field(name) for name in columns_with_role(schema, "rerank")]
     if [column_metadata(column) for column in stored_rerank] != [

@@ -28,14 +28,14 @@ from pipeline.index.info import (
     RepresentationInfo,
     RerankInfo,
     candidates_infos,
+    find_representation,
     format_versions,
     pooled_infos,
     representation_infos,
     rerank_infos,
 )
 from pipeline.index.lease import Lease
-from pipeline.index.positions import decode_positions
-from pipeline.index.prefixes import find_representation, first_vectors
+from pipeline.index.positions import STORED_EXTENTS, decode_positions
 from pipeline.paths import is_uri, locate
 from pipeline.registry import CANDIDATES, CODECS
 from pipeline.runtime.atomic import check_writable
@@ -49,7 +49,7 @@ SCHEMES = ("file", "s3", "gs", "az")
 
 
 def part_uri(uri: str, *names: str) -> str:
-    """Returns the absolute URI of a file or folder that is part of an index.
+    """Returns the absolute URI of a part of an index.
 
     `file://` URIs become paths, because Lance decodes `%20` in them and fsspec does not.
     """
@@ -59,19 +59,12 @@ def part_uri(uri: str, *names: str) -> str:
 
 
 def open_folder(uri: str, *names: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system and the path of a folder of an index. Listings are not cached.
-
-    Raises:
-        MissingExtra: The package of the storage is not installed.
-    """
+    """Returns the file system and the path of a folder of an index. Listings are not cached."""
     return locate(part_uri(uri, *names))
 
 
 def check_location(uri: str) -> None:
-    """Raises `SpecError` if no index can be written at the URI. Does not write.
-
-    For remote stores only the scheme is checked.
-    """
+    """Raises `SpecError` if no index can be written at the URI. Does not write."""
     scheme = _check_scheme(uri)
     with access_errors(uri):
         open_folder(uri)  # raises if the package of the storage is not installed
@@ -88,10 +81,6 @@ def check_contents(uri: str) -> None:
 
 
 def _check_scheme(uri: str) -> str:
-    """Returns the scheme of a URI, "file" for paths.
-
-    Raises `SpecError` if it is not supported.
-    """
     if not is_uri(uri):
         return "file"
     scheme = uri.partition("://")[0]
@@ -105,8 +94,7 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
     """Opens the dataset of the items in the given version, or in the latest version.
 
     Raises:
-        SpecError: The index does not exist, is corrupted or has another format, or it has no such
-            version.
+        SpecError: The index or the version does not exist, or the index is corrupted.
     """
     _check_scheme(uri)
     with within("index"):
@@ -128,10 +116,7 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
 
 
 def check_data_files(uri: str, dataset: lance.LanceDataset) -> None:
-    """Raises `SpecError` if data files of the current version are missing or truncated.
-
-    A single listing of the data folder detects corrupted indexes before a job works on them.
-    """
+    """Raises `SpecError` if data files are missing or truncated, with a single listing."""
     expected_sizes = {
         file.path: file.file_size_bytes
         for fragment in dataset.get_fragments()
@@ -168,10 +153,7 @@ def contains_index(uri: str) -> bool:
 
 @contextlib.contextmanager
 def access_errors(uri: str, field: str = "index") -> Iterator[None]:
-    """Translates the errors of storage libraries to `SpecError`.
-
-    Each raises its own classes.
-    """
+    """Translates the errors of storage libraries to `SpecError`."""
     try:
         yield
     except (OSError, MissingExtra):
@@ -188,9 +170,9 @@ def first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def corruption_errors(uri: str) -> Iterator[None]:
-    """Translates read errors of missing or corrupted data files to `SpecError`.
+    """Translates read errors of data files to `SpecError`.
 
-    The body of the context must not raise Arrow errors for other reasons.
+    The body must not raise Arrow errors for other reasons.
     """
     try:
         yield
@@ -199,16 +181,13 @@ def corruption_errors(uri: str) -> Iterator[None]:
 
 
 def _corrupted(uri: str, detail: str) -> SpecError:
-    """Returns the error for an index that cannot be read."""
     return SpecError("index", uri, "an intact index", f"is corrupted ({detail})")
 
 
 class Edition(NamedTuple):
     """Identifies a version of an index, even if another index has replaced it at the same URI.
 
-    Attributes:
-        version: Lance version.
-        content: Hash of the names of the data files, which are random, and of the schema.
+    `content` hashes the schema and the names of the data files, which are random.
     """
 
     version: int
@@ -404,7 +383,8 @@ class Index:
             table = self.dataset.to_table(columns=columns, filter=id_filter(item_ids))
         row_by_id = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
         rows = [row_by_id[item_id] for item_id in item_ids if item_id in row_by_id]
-        return decode_positions(table.take(pa.array(rows, pa.int64())))
+        table = table.take(pa.array(rows, pa.int64()))
+        return decode_positions(table) if STORED_EXTENTS in table.schema.types else table
 
     def item(self, item_id: str, columns: Sequence[str]) -> pa.Table:
         """Returns the row of an item.
@@ -460,11 +440,7 @@ class Index:
 
 
 def open_edition(uri: str, edition: Edition) -> Index:
-    """Opens a version of an index.
-
-    Raises:
-        SpecError: The version no longer exists, or another index has replaced it.
-    """
+    """Opens a version of an index, or raises `SpecError` if it no longer exists."""
     index = Index(uri, edition.version)
     if index.edition != edition:
         raise SpecError("index", uri, "the index being served", "was replaced by another")
@@ -472,11 +448,7 @@ def open_edition(uri: str, edition: Edition) -> Index:
 
 
 def get_fragment(dataset: lance.LanceDataset, number: int) -> lance.LanceFragment:
-    """Returns a fragment of a dataset.
-
-    Raises:
-        JobError: The dataset has no such fragment.
-    """
+    """Returns a fragment of a dataset, or raises `JobError` without one."""
     fragment = dataset.get_fragment(number)
     if fragment is None:
         raise JobError(f"{dataset.uri} has no fragment {number} in version {dataset.version}")
@@ -492,6 +464,22 @@ def files_with(fragment: lance.LanceFragment, field_ids: Iterable[int]) -> list[
     """Returns the names of the data files of a fragment that contain any of the fields, sorted."""
     wanted = set(field_ids)
     return sorted(file.path for file in fragment.data_files() if wanted & set(file.fields))
+
+
+def first_vectors(
+    vectors_TD: np.ndarray, lengths_B: np.ndarray, max_vectors: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns at most the first `max_vectors` vectors of each item, and their numbers.
+
+    >>> vectors = np.arange(5).reshape(5, 1)
+    >>> [part.tolist() for part in first_vectors(vectors, np.array([3, 0, 2]), 2)]
+    [[[0], [1], [3], [4]], [2, 0, 2]]
+    """
+    if max_vectors is None:
+        return vectors_TD, lengths_B
+    starts_B = lengths_B.cumsum() - lengths_B
+    position_T = np.arange(len(vectors_TD)) - np.repeat(starts_B, lengths_B)
+    return vectors_TD[position_T < max_vectors], np.minimum(lengths_B, max_vectors)
 
 
 def id_filter(item_ids: Iterable[str]) -> str:

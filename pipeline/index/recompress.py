@@ -1,7 +1,7 @@
 """Recompression: representations that are computed from stored uncompressed token vectors.
 
 The encoder is not loaded. The result equals that of the index job up to the rounding of the stored
-vectors by their codec, by default float16.
+vectors.
 """
 
 from __future__ import annotations
@@ -91,15 +91,7 @@ class RecompressResources(Profile):
 
 
 class FillFragment(FragmentActor):
-    """Actor that compresses the token vectors of fragments.
-
-    Args:
-        index: URI of the index.
-        version: Version of the index with the columns.
-        source: Uncompressed representation to read.
-        stage: Compressors and codecs of the columns.
-        num_threads: Number of threads of torch.
-    """
+    """Actor that compresses the token vectors of fragments."""
 
     step = "compress"
 
@@ -128,10 +120,6 @@ class FillFragment(FragmentActor):
 
 class Recompression(AddedColumns):
     """Representations that are computed from stored token vectors.
-
-    Args:
-        spec: Spec of the job.
-        resources: Resources profile of the job.
 
     Raises:
         SpecError: The index, its source column or a representation is invalid.
@@ -174,7 +162,6 @@ class Recompression(AddedColumns):
         return works
 
     def _add_columns(self, session: Session) -> dict[str, LearnedState]:
-        """Adds the missing columns. Returns the learned state of all representations by id."""
         schema = session.writer.dataset.schema
         learned, added = {}, []
         task = _fit.options(**self.pool.task_options)
@@ -201,11 +188,7 @@ class Recompression(AddedColumns):
 
 
 def stored_encoder(index: Index, source: str) -> tuple[EncoderInfo, str]:
-    """Returns the encoder and the item field of an uncompressed representation.
-
-    Raises:
-        SpecError: The index has no representation `source`, or it is compressed.
-    """
+    """Returns the encoder and the item field of an uncompressed representation."""
     infos = index.representations()
     if source not in infos:
         raise SpecError.unknown_name("source", source, infos, "is not in the index")
@@ -268,11 +251,7 @@ def _errors_at(field: str, value: str) -> Iterator[None]:
 def read_tokens(
     fragment: lance.LanceFragment, source: str, encoder_info: EncoderInfo, taps: Sequence[Tap]
 ) -> pa.Table:
-    """Reads all rows of a fragment that have the source representation.
-
-    Returns:
-        The token columns of `stages.Encode` with the vectors as stored, and `_rowid`.
-    """
+    """Reads the token columns of `stages.Encode`, with the vectors as stored, and `_rowid`."""
     schema = fragment.schema
     columns = {"vectors": source}
     for kind in ("spans", "extents"):
@@ -300,7 +279,6 @@ def _fit(
     representation: Representation,
     num_threads: int,
 ) -> LearnedState:
-    """Fits a representation to a sample of the stored items."""
     torch.set_num_threads(num_threads)
     index = Index(spec.fit_index or spec.index)
     field_info = encoder_info.for_field(representation.field)
@@ -328,7 +306,7 @@ def _fit(
 
 
 def _sample(index: Index, spec: RecompressSpec, columns: list[str]) -> pa.Table:
-    """Draws a random sample of the rows. The rows remain in the order of the index."""
+    """Draws a random sample of the rows, in the order of the index."""
     dataset = index.dataset
     rows = np.arange(dataset.count_rows())
     if spec.fit_filter is not None:

@@ -1,8 +1,7 @@
 """Column `rerank_tokens`: tokens of an EDJE adapter, stored for its joint encoder.
 
 The adapter was trained on the batches that the encoder returns. An uncompressed representation
-differs from them: its vectors have unit length and it does not mark prompt tokens. The column is
-therefore computed when items are encoded.
+differs: its vectors have unit length and it does not mark prompt tokens.
 """
 
 from __future__ import annotations
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
 
 def rerank_field(folder: str, encoder_info: EncoderInfo) -> pa.Field:
     """Returns the column for the tokens of an adapter, `list<fixed_size_list<float16>[D]>`.
-
-    Args:
-        folder: Folder of an EDJE.
-        encoder_info: Encoder of the items.
 
     Raises:
         SpecError: The folder contains no EDJE, or one that was trained on another encoder.
@@ -68,10 +63,7 @@ def check_same_adapter(folder: str, stored: RerankInfo) -> None:
 
 
 def tokens_column(adapter: Adapter, batch: TokenBatch) -> pa.Array:
-    """Computes the tokens to store.
-
-    The result is null for items that have no tokens or exceed the float16 range.
-    """
+    """Computes the tokens to store; null for items without tokens or beyond the float16 range."""
     tokens_BVD, mask_BV = adapter.cache_tokens(batch)
     is_finite_B = (tokens_BVD.isfinite().all(dim=2) | ~mask_BV).all(dim=1)
     has_any = (mask_BV.any(dim=1) & is_finite_B).cpu().numpy()

@@ -44,10 +44,7 @@ class Session:
     """Context of a job that writes to an index and is recorded in `<index>/jobs/<job>/`.
 
     Args:
-        index: URI of the index.
-        spec: Spec of the job, for the record.
         kind: Type of the job, such as "index", for the record.
-        job: Identifier of the job.
         summary: Returns the counts to record. Called for each write of the record.
         lease_seconds: Lifetime of the lease in seconds, renewed after a quarter of it. The default
             is the environment variable `MAXRAY_LEASE_SECONDS`, or 60.
@@ -205,7 +202,6 @@ class Session:
 
         Args:
             state: "running", "done", "stopped" or "failed".
-            error: Message of the error that ended the job.
         """
         job = {"job": self.job, "kind": self.kind, "state": state, "error": error}
         record = {**job, "updated": time.time(), **self._summary()}
@@ -213,11 +209,6 @@ class Session:
 
 
 def _default_lease() -> float:
-    """Returns the lifetime of a lease in seconds.
-
-    Raises:
-        SpecError: `MAXRAY_LEASE_SECONDS` is not a positive number.
-    """
     text = os.environ.get(LEASE_VARIABLE)
     if text is None:
         return LEASE_SECONDS
@@ -231,13 +222,9 @@ def _default_lease() -> float:
 
 
 def checked_call(check: Callable[[], None], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function that takes long, such as `ray.get`, in a thread.
+    """Calls a slow function in a thread, and `check` every half second.
 
-    Args:
-        check: Called every half second until the result is available. If it raises an error, the
-            function is abandoned.
-        function: Function to call.
-        *arguments: Its arguments.
+    If `check` raises an error, the function is abandoned.
     """
     result: futures.Future[Any] = futures.Future()
 
@@ -278,10 +265,7 @@ def configure_ray_data(profile: Profile = Profile()) -> None:  # noqa: B008 - im
 
 
 def iter_rows(dataset: ray.data.Dataset) -> Iterator[dict[str, Any] | None]:
-    """Yields the rows of a dataset as they arrive, and None after half a second without a row.
-
-    A background thread consumes the dataset, so that the caller can act between rows.
-    """
+    """Yields the rows of a dataset as they arrive, and None after half a second without a row."""
     from ray.data.exceptions import ExecutionTimeoutError
 
     rows: queue.Queue = queue.Queue(maxsize=8)

@@ -76,10 +76,7 @@ class IndexSpec(Spec):
     """Sample on which compressors and codecs that need it are fitted."""
 
     def calibration(self) -> IndexSpec | None:
-        """Returns this spec with its calibration source in place of the source.
-
-        The result is None if it has none.
-        """
+        """Returns this spec with its calibration source in place of the source, or None without."""
         if self.fit.source is None:
             return None
         return self.model_copy(update={"source": self.fit.source})
@@ -96,12 +93,7 @@ class IndexSpec(Spec):
         return SOURCES.build(self.source, self.payload())
 
     def listing_job(self, folder: str, retry_rejects: tuple[str, ...] = ()) -> ListingJob:
-        """Returns the settings that the tasks for listing the source share.
-
-        Args:
-            folder: URI of the folder of the job.
-            retry_rejects: Reasons whose rejects are retried.
-        """
+        """Returns the settings that the tasks for listing the source share."""
         spec_digest = digest({"source": dump(self.source), "encoder": dump(self.encoder)})
         index, payload = part_uri(self.index), self.payload()
         return ListingJob(

@@ -155,9 +155,6 @@ class Unit:
     Attributes:
         name: Name of the shard and position of the unit within it, for example "00003-0001". Every
             run assigns the same names.
-        items: Items that have not been rejected, one per row. Stages add columns.
-        rejects: Rejected items, with the schema `REJECT`.
-        seconds: Processing time by the name of the stage.
         starts: Start of the processing by the name of the stage, in seconds since 1970.
         extra: Small JSON values for the driver, for example the rows to replace.
     """
@@ -180,10 +177,7 @@ class Unit:
         return replace(self, rejects=pa.concat_tables([self.rejects, table]))
 
     def pack(self) -> pa.Table:
-        """Serialises the unit to a single row of a Ray Data block.
-
-        Ray may split a block between rows, but it never splits a row.
-        """
+        """Serialises the unit to one row, because Ray may split a block between rows."""
         info = {"seconds": self.seconds, "starts": self.starts, "extra": self.extra}
         columns = [
             pa.array([self.name]),
@@ -220,8 +214,6 @@ class Processed(NamedTuple):
     """Output of a stage for the items of one unit.
 
     Attributes:
-        items: The remaining items, including the columns that the stage added.
-        rejects: One entry per rejected item.
         seconds: Processing time by step for stages that consist of several steps, else None.
     """
 
@@ -233,8 +225,8 @@ class Processed(NamedTuple):
 class Stage(ABC):
     """Step of the pipeline.
 
-    The settings of a stage are picklable. Actors load its models with `load`. Processing must be
-    idempotent and must not have side effects, because units may be retried.
+    Actors load its models with `load`. Processing must be idempotent and must not have side
+    effects, because units may be retried.
     """
 
     name: ClassVar[str]
@@ -255,11 +247,7 @@ class Stage(ABC):
 
     @abstractmethod
     def process(self, items: pa.Table) -> Processed:
-        """Adds the columns of the stage and removes the rows that it rejects.
-
-        Args:
-            items: Table with at least one row. It contains the columns that the stage `needs`.
-        """
+        """Adds the columns of the stage to a table of at least one row, and rejects rows."""
 
 
 def consecutive_starts(started: float, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -348,9 +336,6 @@ class StageActor:
     Items are not serialised between the stages of an actor.
 
     Args:
-        stages: Stages in the order in which they run.
-        num_threads: Number of threads that torch uses.
-        job: Identifier of the job whose progress is counted, if any.
         is_last: Whether units that leave this actor count as finished.
     """
 
@@ -376,7 +361,6 @@ class StageActor:
         return packed_table(units)
 
     def _log_start(self) -> None:
-        """Logs that the actor is ready, if workers log JSON lines (`pipeline.runtime.logs`)."""
         if not log.isEnabledFor(logging.INFO):
             return
         import ray
@@ -425,15 +409,7 @@ def map_batches(
     resources: Resources,
     **options: Any,
 ) -> ray.data.Dataset:
-    """Maps the batches of a dataset in a pool of actors, or of reused processes.
-
-    Args:
-        dataset: Dataset to map.
-        function_class: Callable class. It is constructed once per actor or process.
-        arguments: Arguments of its constructor.
-        resources: Size of the pool, and resources of each actor or process.
-        options: Further options of `Dataset.map_batches`.
-    """
+    """Maps the batches of a dataset in a pool of actors, or of reused processes."""
     from ray import cloudpickle
     from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
@@ -464,19 +440,7 @@ def chain(
     columns: Sequence[str],
     job: str | None = None,
 ) -> ray.data.Dataset:
-    """Applies groups of stages to a dataset of packed units.
-
-    Each group runs in a separate pool of actors.
-
-    Args:
-        dataset: Dataset of packed units, see `Unit.pack`.
-        groups: The stages of each group, and the resources of its actor pool.
-        columns: Names of the columns that the items of the dataset have.
-        job: Identifier of the job whose progress is counted, if any.
-
-    Raises:
-        ValueError: A stage needs a column that neither the dataset nor an earlier stage provides.
-    """
+    """Applies groups of stages to packed units, each in a separate pool of actors."""
     available = set(columns)
     for number, (stages, resources) in enumerate(groups, 1):
         for stage in stages:
@@ -505,10 +469,7 @@ def chain(
 
 
 def to_ipc(table: pa.Table) -> pa.Buffer:
-    """Serialises a table to an Arrow stream.
-
-    The table is copied only once, because video frames can be large.
-    """
+    """Serialises a table to an Arrow stream with a single copy: video frames can be large."""
     counter = pa.MockOutputStream()
     _write_stream(counter, table)
     buffer = pa.allocate_buffer(counter.size())
@@ -522,16 +483,12 @@ def _write_stream(sink: pa.NativeFile, table: pa.Table) -> None:
 
 
 def _binary_array(buffer: pa.Buffer) -> pa.Array:
-    """Wraps the buffer in a binary array with one value, without copying it."""
     offsets = pa.py_buffer(np.array([0, buffer.size], np.int64))
     return pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, buffer])
 
 
 def _binary_value(column: pa.ChunkedArray, i: int) -> pa.Buffer:
-    """Returns a view of one value of a binary column.
-
-    `column[i].as_buffer()` would copy the value.
-    """
+    """Returns a view of one value, which `column[i].as_buffer()` would copy."""
     array = column.slice(i, 1).chunk(0)
     start, end = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + 2]
     return array.buffers()[2].slice(start, end - start)

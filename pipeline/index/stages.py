@@ -50,14 +50,7 @@ Columns = dict[str, pa.Array]
 
 
 class EncodedRows(NamedTuple):
-    """Tokens of some rows of a unit.
-
-    Attributes:
-        item_field: Encoded field of the items.
-        rows: Rows with tokens to index, in the order of `batch`.
-        batch: Tokens of these rows.
-        problems: Problems of other rows.
-    """
+    """Tokens of some rows of a unit, and the problems of other rows."""
 
     item_field: str
     rows: np.ndarray
@@ -94,9 +87,6 @@ class Encode(Stage):
     """Stage that encodes the fields of items and adds the results as token columns.
 
     Attributes:
-        spec: Spec of the encoder.
-        encoder_info: Description of the encoder.
-        item_fields: Fields to encode.
         taps: Single-layer attention statistics to add.
         appended: Whether to add the vectors of the appended tokens.
         rerank: Folder of an EDJE whose adapter tokens are added, or None for none.
@@ -189,9 +179,7 @@ class Encode(Stage):
         """Encodes items and adds columns that are computed from their tokens.
 
         Args:
-            items: Items, which need not be prepared.
             columns: Returns the columns of the tokens of an item field.
-            step: Name of the step that computes the columns, for its time.
         """
         started = time.perf_counter()
         items = self.prepared(items)
@@ -211,7 +199,6 @@ class Encode(Stage):
         return Processed(*collector.join(items, self.item_fields, self._empty_reason), seconds)
 
     def _token_columns(self, batch: TokenBatch, item_field: str) -> Columns:
-        """Returns the columns that store the tokens of an item field without compression."""
         columns = {"vectors": ragged_to_arrow(batch.vectors, batch.mask, pa.float32())}
         for kind, type in self.encoder_info.for_field(item_field).position_types.items():
             columns[kind] = positions_column(batch, kind, type)
@@ -239,8 +226,6 @@ class Compress(Stage):
     Representations that differ only in the codec are compressed once.
 
     Attributes:
-        encoder_info: Description of the encoder.
-        representations: Representations to compute.
         learned: Learned state of the fitted representations, by id.
         encoder_columns: Names of the shared columns of the encoder to store.
         device: Device for vectors from the object store or an index, when loaded.
@@ -363,7 +348,6 @@ def encoder_token_columns(encoder_info: EncoderInfo) -> tuple[str, ...]:
 
 
 def _items_of(items: pa.Table, item_field: str) -> tuple[np.ndarray, pa.Table]:
-    """Returns the rows that have a field, and their items in the form that the encoder expects."""
     if item_field == "content":
         return np.arange(items.num_rows), items
     rows = np.flatnonzero(items[item_field].is_valid().to_numpy())
@@ -372,9 +356,9 @@ def _items_of(items: pa.Table, item_field: str) -> tuple[np.ndarray, pa.Table]:
 
 
 def usable_rows(batch: TokenBatch, empty_reason: str) -> tuple[torch.Tensor, Problems]:
-    """Returns a mask (B,) of the items with valid tokens, and the problems of the others.
+    """Returns a mask (B,) of the usable items, and the problems of the others.
 
-    An item must have between 1 and `MAX_TOKENS` tokens and finite vectors.
+    Usable items have 1 to `MAX_TOKENS` tokens and finite vectors.
     """
     finite = (batch.vectors.isfinite().all(dim=2) | ~batch.mask).all(dim=1)
     if batch.pooled is not None:
@@ -417,8 +401,6 @@ class ColumnCollector:
         problem are rejected.
 
         Args:
-            items: Items of the unit.
-            item_fields: Fields whose columns are appended.
             empty_reason: Problem that does not reject an item with another field.
         """
         has_any = np.zeros(items.num_rows, dtype=bool)

@@ -72,8 +72,7 @@ def representation_stats(
 ) -> dict[str, Any]:
     """Computes the size statistics of a representation for all items, or those matching a filter.
 
-    The sizes of a prefix are those of a column with its vectors. An assignment of each token to a
-    vector and the positions of the tokens do not depend on the number of vectors.
+    The sizes of a prefix are those of a column with its vectors.
 
     Returns:
         The settings and these means over the items that have the representation: `vectors`, and in
@@ -118,10 +117,7 @@ def representation_stats(
 
 
 def candidates_stats(index: Index) -> list[dict[str, Any]]:
-    """Returns the candidate generators of an index and how many of its items have codes.
-
-    `items` is the number of items with the representation, and `coded` of those with a code.
-    """
+    """Returns the candidate generators, with their `items` and the number of `coded` ones."""
     return [
         {
             "representation": info.representation,
@@ -135,14 +131,7 @@ def candidates_stats(index: Index) -> list[dict[str, Any]]:
 
 
 def rerank_token_stats(index: Index, filter: str | None = None) -> dict[str, Any] | None:
-    """Computes the size statistics of the column `rerank_tokens`.
-
-    Returns None if it does not exist.
-
-    Returns:
-        The means `tokens` and `bytes` over the items that have tokens, the fraction `filled` of
-        these items, and the fingerprint of the `adapter`.
-    """
+    """Computes means per item of the column `rerank_tokens`, or returns None without it."""
     info = index.rerank_columns.get(RERANK_TOKENS)
     if info is None:
         return None
@@ -165,8 +154,6 @@ def recent_jobs(uri: str, number: int, writer: str | None) -> list[dict[str, Any
     """Returns the summaries of the most recent jobs. The newest job comes first.
 
     Args:
-        uri: URI of the index.
-        number: Maximum number of jobs.
         writer: Job that holds the lease. Other jobs recorded as "running" were killed.
     """
     filesystem, path = open_folder(uri, JOBS)

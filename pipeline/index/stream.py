@@ -64,9 +64,6 @@ def encode_stage(
     """Builds the stage that encodes items for representations and shared columns.
 
     Args:
-        spec: Spec of the index job.
-        encoder_info: Description of the encoder.
-        representations: Representations to encode for.
         rerank: Whether to add the adapter tokens of the spec's EDJE.
         prepare: Whether the stage prepares the items itself.
         placement: Options of the encoder's constructor that place its weights on devices.
@@ -94,14 +91,7 @@ def read_units(
     pool: Resources,
     job: str | None = None,
 ) -> ray.data.Dataset:
-    """Returns a lazy dataset of packed units. A Ray task reads each range of units.
-
-    Args:
-        listing_job: Settings of the listing.
-        ranges: Units to read, divided into tasks.
-        pool: Resources of the tasks.
-        job: Identifier of the job whose progress is counted, if any.
-    """
+    """Returns a lazy dataset of packed units. A Ray task reads each range of units."""
     return unit_dataset(partial(unit_reader.read_units, listing_job), ranges, pool, job)
 
 
@@ -163,18 +153,7 @@ def written_fragments(
     stored_columns: Sequence[str],
     job: str | None = None,
 ) -> ray.data.Dataset:
-    """Returns a lazy dataset with one row (`fragments.WRITTEN`) per fragment that was written.
-
-    Args:
-        spec: Spec of the index job.
-        resources: Resources profile of the job.
-        listing_job: Settings of the listing.
-        ranges: Units with items to process.
-        encoder_info: Description of the encoder.
-        learned: Learned state of the fitted representations, by id.
-        stored_columns: Names of the shared columns of the encoder to store.
-        job: Identifier of the job whose progress is counted, if any.
-    """
+    """Returns a lazy dataset with one row (`fragments.WRITTEN`) per fragment that was written."""
     configure_ray_data(resources)
     representations = all_representations(spec)
     item_fields = represented_fields(representations)

@@ -40,7 +40,6 @@ PLANNED_SHARDS, WAITING_MESSAGES = 8, 16
 
 @ray.remote
 def _plan(job: ListingJob) -> Iterator[list[dict[str, Any]]]:
-    """Yields the shards of the source while it is walked through."""
     yield from listing.chunks(listing.plan(job), PLANNED_SHARDS)
 
 
@@ -54,12 +53,8 @@ def list_shards(
     """Plans and lists a source, and yields the results of the shards in the order of completion.
 
     Args:
-        job: Settings of the listing.
         limit: Maximum number of items, in listing order. With a limit, shards are listed one after
             another until it is reached.
-        max_running: Maximum number of concurrent tasks.
-        check: Called while waiting. Raises an error to stop the job.
-        task: Ray task that is called like `listing.list_shard`.
     """
     # The task waits for the listing tasks, so it must not occupy their resources.
     options: dict[str, Any] = {"num_cpus": 0, "num_returns": "streaming"}
@@ -82,7 +77,6 @@ def list_shards(
 
 
 def _shards(messages: Any, check: Callable[[], None]) -> Iterator[dict[str, Any]]:
-    """Yields the shards of the messages of `_plan`."""
     while (message := checked_call(check, next, messages, None)) is not None:
         yield from ray.get(message)
 
@@ -97,12 +91,8 @@ def map_shards(
     """Runs a task for each shard and yields the results in the order of completion.
 
     Args:
-        task: Ray task that is called with the listing job and the arguments of a shard.
-        job: Settings of the listing.
-        arguments: Further arguments of the task for each shard.
         max_running: Maximum number of concurrent tasks. Each starts a process, which on a small
             machine takes longer than the listing itself.
-        check: Called between results. Raises an error to stop the job.
     """
     running: list[ray.ObjectRef] = []
     arguments = iter(arguments)
@@ -172,19 +162,7 @@ def fit_representation(
     representation: Representation,
     num_threads: int,
 ) -> LearnedState:
-    """Fits a representation to a sample of the listed items.
-
-    Args:
-        job: Settings of the listing.
-        num_shards: Number of shards.
-        fit_sample: Size and seed of the sample.
-        stage: Stage that encodes the items.
-        representation: Representation to fit.
-        num_threads: Number of threads of torch.
-
-    Raises:
-        SpecError: The source has too few readable items.
-    """
+    """Fits a representation to a sample of the listed items, if enough are readable."""
     torch.set_num_threads(num_threads)
     encoder = stage.load()
     taps = COMPRESSORS.build(representation.compressor).needs_taps
@@ -212,7 +190,6 @@ def fit_representation(
 
 
 def _readable(encoder: Encode, items: pa.Table) -> Iterator[pa.Table]:
-    """Yields prepared items. Unreadable items are skipped."""
     try:
         yield encoder.prepared(items)
         return

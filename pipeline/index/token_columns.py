@@ -38,10 +38,7 @@ def tap_values(batch: TokenBatch, tap: Tap) -> pa.Array:
 
 
 def positions_column(batch: TokenBatch, kind: str, type: pa.ListType) -> pa.Array:
-    """Converts the `spans`, `extents` or `confidence` of tokens to a column.
-
-    The result is null if there are none.
-    """
+    """Converts the `spans`, `extents` or `confidence` of tokens to a column, null without them."""
     positions = getattr(batch, kind)
     if positions is None:
         return pa.nulls(len(batch), type)
@@ -72,11 +69,7 @@ def assignment_column(result: TokenBatch, batch: TokenBatch, compressor: Compres
 
 
 def fixed_lists(vectors: torch.Tensor | None, type: pa.DataType) -> pa.FixedSizeListArray:
-    """Converts a (B, P) tensor to a column of fixed-size lists.
-
-    Raises:
-        ValueError: `vectors` is None.
-    """
+    """Converts a (B, P) tensor to a column of fixed-size lists."""
     if vectors is None:
         raise ValueError("the encoder has a `pooled_dim`, but its batch has no `pooled` vectors")
     values = vectors.detach().float().cpu().numpy().astype(type.to_pandas_dtype())
@@ -105,9 +98,6 @@ def token_batches(
     """Yields padded batches of items of similar length from token columns.
 
     Args:
-        items: Token columns.
-        encoder_info: Encoder of the vectors.
-        item_field: Item field of the tokens.
         max_values: Maximum number of padded values per batch. A batch has at least one item.
 
     Yields:

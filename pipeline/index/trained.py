@@ -1,10 +1,6 @@
 """Trained compressors in an index: their requirements on the encoder, and their weights.
 
-Weights are read once from the folder of a training run. The index stores them as the artefact of
-the representation.
-
-`pipeline.encoders.trained` is imported in functions because it imports transformers, which most
-jobs do not need.
+`pipeline.encoders.trained` is imported in functions because it imports transformers.
 """
 
 from __future__ import annotations
@@ -24,12 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_compressors(representations: Iterable[Representation], encoder: ComponentSpec) -> None:
-    """Checks that compressors fit an encoder, without loading it.
-
-    Raises:
-        SpecError: A compressor needs another encoder, or its weights are missing or were trained
-            with another encoder or other settings.
-    """
+    """Checks that compressors and their weights fit an encoder, without loading it."""
     for r in representations:
         compressor = COMPRESSORS.build(r.compressor)
         compressor.check_encoder(encoder)
@@ -48,11 +39,7 @@ def check_compressors(representations: Iterable[Representation], encoder: Compon
 
 
 def load_weights(compressor: ComponentSpec, encoder_info: EncoderInfo) -> dict[str, Any] | None:
-    """Loads the trained weights of a compressor by name; None for compressors without weights.
-
-    Raises:
-        SpecError: They are missing or were trained for vectors of another dimension.
-    """
+    """Loads the trained weights of a compressor by name; None for compressors without weights."""
     if not isinstance(compressor, TrainedSpec):
         return None
     from pipeline.encoders.trained import load_parameters
@@ -74,7 +61,6 @@ def _weight_hashes(encoder: ComponentSpec) -> list[str]:
 
 
 def _read(compressor: TrainedSpec) -> TrainedCompressor:
-    """Reads the description of trained weights."""
     from pipeline.encoders.trained import TrainedCompressor
 
     if compressor.weights is None or compressor.weights.startswith(WEIGHTS_HASH):
@@ -84,7 +70,6 @@ def _read(compressor: TrainedSpec) -> TrainedCompressor:
 
 
 def _num_appended(encoder: Any) -> int:
-    """Returns the number of tokens that an encoder appends to items."""
     from pipeline.encoders.trained import appended_shape
 
     return appended_shape(encoder.appended_tokens)[0]

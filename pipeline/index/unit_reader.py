@@ -39,10 +39,6 @@ def read_units(job: ListingJob, units: UnitRange) -> Iterator[Unit]:
 
     The listing divides all items of a shard into units, also finished ones, so that a resumed job
     forms the same units. If listed entries no longer exist, a final unit without items counts them.
-
-    Args:
-        job: Settings of the listing.
-        units: Units to read.
     """
     source, shard = job.build_source(), units.shard
     listed = job.read_table("listed", shard)
@@ -105,16 +101,8 @@ def stored_units(
 ) -> Iterator[tuple[Unit, int]]:
     """Yields the stored items of a fragment, read again in the units of the index job.
 
-    Units are smaller if some of their items are not requested or no longer exist.
-
-    Args:
-        job: Settings of the listing.
-        shard: Shard of the source.
-        fragment: Fragment of the index.
-        item_ids: Ids of the requested items.
-
-    Yields:
-        (unit, num_unreadable): A unit, and the number of its items that are no longer readable.
+    They have the units of the index job, which are smaller if items are not requested or gone. The
+    number counts the items of a unit that are no longer readable.
     """
     source = job.build_source()
     listed = job.read_table("listed", shard)
@@ -140,17 +128,7 @@ def stored_units(
 
 
 def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iterator[pa.Table]:
-    """Yields a random sample of the listed items, which are those with the smallest hashes.
-
-    Args:
-        job: Settings of the listing.
-        num_shards: Number of shards.
-        size: Number of items.
-        seed: Seed of the hash.
-
-    Yields:
-        Tables of decoded items, within the memory limit of a unit.
-    """
+    """Yields tables of the items with the smallest hashes, within the memory limit of a unit."""
     salt = np.uint64(id_hash(f"sample {seed}"))
     ranked = []
     for shard, table in enumerate(read_tables(job, "listed", num_shards)):
@@ -177,11 +155,6 @@ def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iter
 
 def choose(source: Source, limit: int | None, size: int) -> tuple[list[Chosen], int, list[Reject]]:
     """Lists a source without writing anything, and draws a random sample of its items.
-
-    Args:
-        source: Source to list.
-        limit: Maximum number of entries, or None for all.
-        size: Number of items in the sample, which are those with the smallest hashes.
 
     Returns:
         The sample in the order of the listing, the number of items, and the rejects.
@@ -212,13 +185,7 @@ def choose(source: Source, limit: int | None, size: int) -> tuple[list[Chosen], 
 def decode_units(
     source: Source, sample: Sequence[Chosen], limits: UnitLimits
 ) -> Iterator[tuple[pa.Table, list[Reject]]]:
-    """Yields the items of a sample and their rejects in units, which may contain several shards.
-
-    Args:
-        source: Source of the sample.
-        sample: Items by shard.
-        limits: Limits of the units.
-    """
+    """Yields the items of a sample and their rejects in units, which may contain several shards."""
     entries = [
         ((shard, *entry), source.item_size(shard, entry[1])) for shard, w in sample for entry in w
     ]
@@ -236,7 +203,6 @@ def decode_units(
 def _split(
     source: Source, shard: dict[str, Any], entries: Sequence[tuple[int, Item]], limits: UnitLimits
 ) -> Iterator[list[tuple[int, Item]]]:
-    """Splits entries of a shard into lists within the limits."""
     sized = ((entry, source.item_size(shard, entry[1])) for entry in entries)
     return limits.with_items(source.unit_limit(shard)).split(sized)
 
@@ -244,7 +210,7 @@ def _split(
 def _entries(
     job: ListingJob, source: Source, shard: int, description: dict[str, Any]
 ) -> Iterator[tuple[int, Item | Reject]]:
-    """Yields the positions and entries of a shard from its file, or by scanning the shard again."""
+    """Yields the entries of a shard from its file, or by scanning the shard again."""
     if not source.stores_listing:
         yield from scan(source, description)
         return
@@ -253,7 +219,6 @@ def _entries(
 
 
 def _id_reject(item: Item, status: int, reject_id: str) -> Reject:
-    """Builds the reject of an item whose id is a duplicate or belongs to another source."""
     if status == DUPLICATE:
         reason, detail = "duplicate id", f"{item.item_id} was listed before; the first is kept"
     else:

@@ -40,10 +40,6 @@ class UnitLimits:
         listing, not on which items remain to be processed. Positions without an item, which belong
         to entries that cannot be listed, count as items.
 
-        Args:
-            positions: Positions of the items in their shard, in ascending order.
-            sizes: Sizes of the items.
-
         >>> UnitLimits(items=2).unit_numbers([0, 1, 2, 5], [ItemSize()] * 4).tolist()
         [0, 0, 1, 2]
         >>> sizes = [ItemSize(num_bytes=n) for n in (3, 3, 9, 1, 1)]
@@ -82,8 +78,6 @@ class UnitRange(NamedTuple):
     """Consecutive units of a shard, which a task reads.
 
     Attributes:
-        shard: Number of the shard.
-        first: Number of the first unit.
         end: Number after the last unit, or -1 for all remaining units of the shard.
     """
 
@@ -102,9 +96,6 @@ def unit_ranges(
     """Divides the units of a shard that remain to be processed into ranges of similar size.
 
     Args:
-        shard: Number of the shard.
-        numbers: Unit of each item, (N,), in ascending order.
-        sizes: Sizes of the items.
         to_do: Mask (N,) of the items that remain to be processed.
         may_cut: Mask (N,) of the items before which a range may end.
     """

@@ -59,10 +59,7 @@ class LeaseHeld(SpecError):
 
 
 class LeaseLost(JobError):
-    """The lease of this job expired and another job took it.
-
-    This job can no longer commit.
-    """
+    """The lease of this job expired and another job took it, so that it cannot commit."""
 
 
 class IndexWriter:
@@ -120,20 +117,13 @@ class IndexWriter:
         self.dataset = LanceDataset.commit(self.dataset, no_op, read_version=self.dataset.version)
 
     def renew(self) -> None:
-        """Extends the lease. Does not wait for commits.
-
-        Raises:
-            LeaseLost: Another job has taken the lease.
-        """
+        """Extends the lease without waiting for commits, or raises `LeaseLost`."""
         if not self._file.exists():
             self._check_lease(open_dataset(self.uri))
         self._file.write(time.time() + self.ttl)
 
     def release(self) -> None:
-        """Releases the lease.
-
-        Does nothing if another job has taken it.
-        """
+        """Releases the lease, unless another job has taken it."""
         free = replace(self._lease, owner="", expires=0.0)
 
         def change() -> None:
@@ -150,9 +140,6 @@ class IndexWriter:
         After a conflict with a change that keeps the lease, the change is retried on top of it. The
         lease is checked again afterwards: changes of scalar indices pass the fence and would give
         a writer that lost its lease a newer read version.
-
-        Raises:
-            LeaseLost: Another job has taken the lease.
         """
         while True:
             self._check_lease()
@@ -174,10 +161,7 @@ class IndexWriter:
     # -- commits -----------------------------------------------------------------------------
 
     def add_columns(self, fields: Sequence[pa.Field]) -> None:
-        """Adds columns with their metadata.
-
-        They are null in all existing rows.
-        """
+        """Adds columns with their metadata, null in all existing rows."""
         with self._lock:
             if fields:
                 self._apply(lambda: self.dataset.add_columns(pa.schema(fields)))
@@ -196,11 +180,7 @@ class IndexWriter:
         """Adds rows and removes the rows that they replace in a single commit.
 
         Args:
-            fragments: Metadata of the written fragments.
             replaced: Ids of the items whose rows are removed, by fragment.
-
-        Returns:
-            The version of the commit.
         """
         with self._lock:
             self._apply(lambda: self._commit(fragments, replaced or {}))
@@ -234,19 +214,11 @@ class IndexWriter:
         return updated, removed
 
     def remove(self, rows: dict[int, list[str]]) -> int:
-        """Removes rows in a single commit and returns its version.
-
-        Args:
-            rows: Ids of the items, by fragment.
-        """
+        """Removes rows, given as item ids by fragment, in one commit and returns its version."""
         return self.commit([], rows) if rows else self.dataset.version
 
     def commit_columns(self, fragments: Iterable[tuple[FragmentMetadata, list[int]]]) -> int:
-        """Commits columns that have been filled and returns the version of the commit.
-
-        Args:
-            fragments: Results of `LanceFragment.update_columns`: metadata and modified field ids.
-        """
+        """Commits the results of `LanceFragment.update_columns` and returns the version."""
         fragments = list(fragments)
         modified = sorted({field for _, fields in fragments for field in fields})
         operation = LanceOperation.Update(
@@ -270,13 +242,7 @@ class IndexWriter:
         return metrics[-1]
 
     def clean(self, older_than: timedelta) -> CleanupStats:
-        """Removes old versions, and files that no version needs.
-
-        The lease ensures that no other job is writing files.
-
-        Args:
-            older_than: Age from which versions are removed. The latest version is kept.
-        """
+        """Removes versions except the latest, and files that no version needs."""
         with self._lock:
             self._check_lease()
             return self.dataset.cleanup_old_versions(
@@ -284,10 +250,7 @@ class IndexWriter:
             )
 
     def index_ids(self) -> None:
-        """Creates or extends the B-tree index on `item_id`.
-
-        Resumed jobs use it to look up items.
-        """
+        """Creates or extends the B-tree index on `item_id`, which resumed jobs use."""
         with self._lock:
             if self.dataset.count_rows() == 0:
                 return
@@ -301,10 +264,6 @@ class IndexWriter:
 
         New rejects are appended. Only items that were rejected before cause a search: their ids are
         read once per job.
-
-        Args:
-            rejects: Rejects to record. They replace earlier rejects of the same items.
-            solved: Ids of items that are now indexed.
         """
         uri = part_uri(self.uri, REJECTS)
         dataset = _rejects(uri)
@@ -323,11 +282,7 @@ class IndexWriter:
         self._rejected.update(last)
 
     def compact_rejects(self, older_than: timedelta) -> None:
-        """Merges the fragments of the rejects and removes their old versions.
-
-        Args:
-            older_than: Age from which versions are removed. The latest version is kept.
-        """
+        """Merges the fragments of the rejects and removes their old versions."""
         with self._lock:
             self._check_lease()
             if (dataset := _rejects(part_uri(self.uri, REJECTS))) is not None:
@@ -343,20 +298,13 @@ def _rejects(uri: str) -> LanceDataset | None:
 
 
 def _is_conflict(error: Exception) -> bool:
-    """Returns True if a commit failed because of a concurrent commit, not because of the storage.
-
-    A process that is suspended during Lance's retries receives a timeout instead of a conflict.
-    """
+    """Returns True after a conflict. A process suspended during Lance's retries gets a timeout."""
     message = str(error).lower()
     return "conflict" in message or "concurrent writers" in message
 
 
 def open_or_create(uri: str) -> LanceDataset:
-    """Opens the dataset of an index. Creates a dataset with the item columns if there is none.
-
-    Raises:
-        SpecError: The URI cannot be written, or contains a corrupted index or other files.
-    """
+    """Opens the dataset of an index, or creates it with the item columns."""
     check_location(uri)
     try:
         if not exists(uri):

@@ -58,7 +58,6 @@ class AttentionMap(NamedTuple):
         boxes: Box of each token in the image of the item, (N, 4) in [0, 1]; NaN without location.
         saliency: Saliency of each token (N,), as computed by AGC.
         attention: Attention of each appended token, (N, M), as the mean over the heads.
-        groups: Vector to which AGC assigns each token, (N,); None for other compressors.
     """
 
     boxes: np.ndarray
@@ -72,9 +71,6 @@ class AppendedAttention:
 
     Args:
         spec: Spec of an encoder with appended tokens.
-
-    Raises:
-        SpecError: The encoder cannot be loaded.
     """
 
     def __init__(self, spec: Any):
@@ -85,11 +81,7 @@ class AppendedAttention:
         self.compressor = compressor if isinstance(compressor, AGC) else None
 
     def map(self, item: Item) -> AttentionMap:
-        """Computes the map of an item.
-
-        Raises:
-            SpecError: The item has no tokens with a location.
-        """
+        """Computes the map of an item, or raises `SpecError` if no token has a location."""
         attention = type(self.encoder).attention(self.spec)
         assert attention is not None, "encoders with appended tokens record their attention"
         matrix = Tap(APPENDED_MATRIX)
@@ -122,14 +114,7 @@ class AppendedAttention:
 
 
 def encoder_spec(model: str) -> Any:
-    """Returns the spec of an encoder with appended tokens.
-
-    Args:
-        model: Folder of a trained model, or YAML file with the fields of an encoder.
-
-    Raises:
-        SpecError: The model has no appended tokens.
-    """
+    """Returns the spec of an encoder with appended tokens, of a trained model or a YAML file."""
     if Path(config.absolute(model)).is_dir():
         spec: ComponentSpec = trained_encoder(config.absolute(model), "model")
     else:
@@ -148,10 +133,6 @@ def read_item(path: str, spec: ComponentSpec) -> Item:
 
     Args:
         path: Path of the file. `FILE.pdf#page=N` is a page of a PDF file, by default the first one.
-        spec: Spec of the encoder.
-
-    Raises:
-        SpecError: The file is unreadable, or the encoder does not support its kind.
     """
     supported = ENCODERS.load(spec.name).supported_inputs(spec)
     page = PAGE.fullmatch(path)
@@ -179,7 +160,6 @@ def read_item(path: str, spec: ComponentSpec) -> Item:
 
 
 def _read_page(path: str, file: str, number: int, kind: str) -> Item:
-    """Reads a page of a PDF file as an image, or its words with their boxes on the image."""
     extras.require("pypdfium2")
     from pipeline.data.decode.pdf import describe, read_pages
 
@@ -206,15 +186,7 @@ def attention_sheet(models: Sequence[str], paths: Sequence[str], num_tokens: int
     appended tokens. Tokens are highlighted from the median to the maximum of a map.
 
     Args:
-        models: Folders of trained models, or YAML files with the fields of an encoder.
-        paths: Image and text files, and pages of PDF files.
         num_tokens: Maximum number of appended tokens to draw individually.
-
-    Returns:
-        The sheet as a PNG.
-
-    Raises:
-        SpecError: A model has no appended tokens, or a file is unreadable.
     """
     specs = [encoder_spec(model) for model in models]
     items = [[read_item(path, spec) for spec in specs] for path in paths]
@@ -268,12 +240,7 @@ def group_colour(group: int) -> Colour:
 
 
 def draw_text(text: str) -> tuple[bytes, np.ndarray]:
-    """Draws a text as an image.
-
-    Returns:
-        The image as a PNG, and the box of each character (C, 4) in [0, 1] of the image, or NaN for
-        white space.
-    """
+    """Draws a text as a PNG, with the box of each character in [0, 1], or NaN for white space."""
     font, margin, line = ImageFont.load_default(TEXT_SIZE), 10, TEXT_SIZE * 3 // 2
     boxes_C4, x, y = np.full((len(text), 4), np.nan), float(margin), margin
     words = list(re.finditer(r"\S+", text))

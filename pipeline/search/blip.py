@@ -83,11 +83,7 @@ class BlipReranker(Reranker):
         self._index: str | None = None
 
     def check(self, index: Index, queries: AnyQueries) -> Sequence[str | bytes]:
-        """Checks that the queries are texts or images.
-
-        Raises:
-            SpecError: A query is neither a text nor an image.
-        """
+        """Checks that the queries are texts or images."""
         return readable_queries(queries, self.folder)
 
     def score(
@@ -96,11 +92,7 @@ class BlipReranker(Reranker):
         queries: Sequence[str | bytes],
         candidates: Sequence[list[str]],
     ) -> list[dict[str, JointScore]]:
-        """Scores candidates. Those without an image, or without a text for an image, are omitted.
-
-        Returns:
-            Logits by item id, per query.
-        """
+        """Returns logits by item id per query, omitting items without the modality to match."""
         item_ids = sorted({item_id for ids in candidates for item_id in ids})
         if all(isinstance(query, str) for query in queries):
             features = self._image_features(source.index, item_ids)

@@ -3,17 +3,14 @@
 The cache folder is `MAXRAY_CACHE` (default: `$XDG_CACHE_HOME/maxray` or `~/.cache/maxray`). It has
 one folder per index and column, with one file (see `packed_file`) per fragment. The file name is a
 hash of everything the vectors depend on: the immutable data files, the field and the codec of the
-column. Therefore appending rows adds files, deleting rows changes none (the open version determines
-which rows remain), and rewriting a column creates new files. The files take about as much space as
-the column in the index and can be deleted at any time. If all files take more than
-`MAXRAY_CACHE_BYTES` (default: 100 GB), those that were not used for the longest time are removed,
-except files that were used in the last hour.
+column. Therefore appending rows adds files, deleting rows changes none, and rewriting a column
+creates new files. If all files take more than `MAXRAY_CACHE_BYTES` (default: 100 GB), those that
+were not used for the longest time are removed, except files that were used in the last hour.
 
 If the folder is full or not writable, a warning is logged and vectors are read into memory.
 
-Open versions of an index share mapped files, vectors that were read into memory, and their copies
-on a device, by the same hash. Vectors in memory lack the rows that were deleted before they were
-read. Rows that are deleted later remain in memory as long as a version uses the fragment.
+Open versions of an index share vectors, mapped or in memory, and their copies on a device, by the
+same hash. Vectors in memory lack the rows that were deleted before they were read.
 """
 
 from __future__ import annotations
@@ -66,11 +63,7 @@ _loaded: SharedStorages[Storage] = SharedStorages()
 
 
 def cache_folder() -> Path:
-    """Returns the folder of packed files, which is `MAXRAY_CACHE` or in the user's cache folder.
-
-    Raises:
-        SpecError: The folder is a URI or refers to the home of an unknown user (field `cache`).
-    """
+    """Returns the folder of packed files, which is `MAXRAY_CACHE` or in the user's cache folder."""
     with within("cache"):
         if folder := os.environ.get("MAXRAY_CACHE"):
             if is_uri(folder):  # would otherwise create a local folder named "s3:"
@@ -80,11 +73,7 @@ def cache_folder() -> Path:
 
 
 def cache_limit() -> int:
-    """Returns the maximum size of the cache folder in bytes.
-
-    Raises:
-        SpecError: `MAXRAY_CACHE_BYTES` is not an integer of at least 0.
-    """
+    """Returns the maximum size of the cache folder in bytes."""
     text = os.environ.get(LIMIT_VARIABLE, str(LIMIT_BYTES))
     if not (text.isascii() and text.isdecimal()):
         raise SpecError(LIMIT_VARIABLE, text, "an integer >= 0, the number of bytes")
@@ -99,10 +88,7 @@ def index_folder(uri: str) -> Path:
 
 
 def cache_usage(uri: str) -> dict[str, Any]:
-    """Returns the size of the packed files of an index and of all indexes, and their limit.
-
-    The sizes are those of the cache folder of this machine, in bytes.
-    """
+    """Returns the sizes of the packed files of an index and of all indexes, and their limit."""
     folder, index_files = cache_folder(), index_folder(uri)
     sizes = {path: status.st_size for path, status in _packed_files(folder)}
     return {
@@ -148,12 +134,10 @@ class Column:
 
     @property
     def _is_code(self) -> bool:
-        """True if the column contains codes of a candidate generator."""
         return self.name in self.index.candidates_columns
 
     @property
     def _artefact(self) -> str | None:
-        """Hash of the fitted state of the codec."""
         if self._is_code:
             return self.index.candidates_columns[self.name].artefact
         return None if self._size else self.index.representation(self.name).codec_artefact
@@ -164,10 +148,7 @@ class Column:
 
     @functools.cached_property
     def _encoding(self) -> list:
-        """Settings that determine the bytes of a vector.
-
-        Part of the file names.
-        """
+        """Settings that determine the bytes of a vector, for the file names."""
         layout = {name: [str(dtype), width] for name, (dtype, width) in self.layout.items()}
         return [dump(self.codec.spec), self._artefact, self.dim, layout]
 
@@ -182,10 +163,7 @@ class Column:
         return index_folder(self.index.uri) / self.name
 
     def key(self, fragment: lance.LanceFragment) -> str | None:
-        """Returns the hash that names the packed file of a fragment.
-
-        Returns None if it has no vectors.
-        """
+        """Returns the hash that names the packed file of a fragment, or None without vectors."""
         files = files_with(fragment, self._fields)
         uri = absolute(self.index.uri)
         dependencies = [uri, fragment.fragment_id, files, self._fields, self._encoding]
@@ -237,13 +215,7 @@ class Column:
         rows: np.ndarray,
         verify: Callable[[np.ndarray, np.ndarray], None] = lambda starts, lengths: None,
     ) -> Segment | None:
-        """Creates a view of the given rows of a fragment. Returns None if the storage lacks some.
-
-        Args:
-            storage: Vectors of rows of the fragment.
-            rows: (L,) int64, numbers of the rows, ascending.
-            verify: See `Segment`.
-        """
+        """Returns a view of ascending rows (L,) of a fragment, None if the storage lacks some."""
         indices = storage.find(rows)
         if indices is None:
             return None
@@ -259,7 +231,6 @@ class Column:
 
 
 def _row_offsets(batch: pa.RecordBatch) -> np.ndarray:
-    """Returns the offset of each row in its fragment."""
     return (batch["_rowaddr"].to_numpy() & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
@@ -277,11 +248,7 @@ def packed_column(
     Segments share vectors that are in use with those of other versions.
 
     Args:
-        index: Open version of an index.
-        name: Name of the column.
-        fragments: Fragments of that version, in storage order.
         cache: Whether to read and write packed files. If False, vectors are read into memory.
-        device: Device that holds the vectors.
         on_corruption: Called when reading a file shows that it is corrupted. The column must then
             be reopened.
 
@@ -321,15 +288,6 @@ def _load(
     device: torch.device,
     file: Segment | None,
 ) -> Segment:
-    """Opens the vectors of a fragment in the memory of a device.
-
-    Args:
-        column: Column of the vectors.
-        key: Key of the fragment.
-        fragment: Fragment of the open version.
-        device: The device.
-        file: Segment of the packed file, or None to read the fragment.
-    """
     rows = column.rows(fragment)
 
     def load() -> Storage:
@@ -351,10 +309,9 @@ def _open_all(
     fragments: dict[str, lance.LanceFragment],
     on_corruption: Callable[[], None],
 ) -> dict[str, Segment]:
-    """Opens the segments of all fragments by cache key. Files that are missing are written first.
+    """Opens the segments of all fragments by cache key.
 
-    Raises:
-        SpecError: The index cannot be read, or a file cannot be written (field `cache`).
+    Files that are missing are written first.
     """
     opened = _open_existing(column, fragments, on_corruption)
     missing = {key: f for key, f in fragments.items() if key not in opened}
@@ -382,12 +339,6 @@ def _open_all(
 
 
 def _write(column: Column, key: str, fragment: lance.LanceFragment) -> None:
-    """Writes the packed file of a fragment. The memory use is constant.
-
-    Raises:
-        OSError: The file cannot be written.
-        SpecError: The fragment cannot be read.
-    """
     with PackedWriter(column.folder, column.layout) as writer:
         for parts, lengths, rows in column.batches(fragment):
             writer.append(parts, lengths, rows)
@@ -421,12 +372,7 @@ def _segment(
     fragment: lance.LanceFragment,
     on_corruption: Callable[[], None],
 ) -> Segment | None:
-    """Opens the packed file of a fragment. Returns None if the file lacks rows.
-
-    Raises:
-        CorruptedError: The file is corrupted.
-        OSError: The file is missing or unreadable.
-    """
+    """Opens the packed file of a fragment. Returns None if the file lacks rows."""
     file = PackedFile.shared(column.path(key), key)
     verify = functools.partial(_verify, file, on_corruption)
     segment = column.segment(file, column.rows(fragment), verify)
@@ -451,7 +397,7 @@ def _verify(
 
 
 def _update_access_time(path: Path) -> None:
-    """Sets the access time of a file, since many file systems do not. `_remove_stale` needs it."""
+    """Sets the access time, which many file systems do not and `_remove_stale` needs."""
     with contextlib.suppress(OSError):
         status, now = path.stat(), time.time()
         if now - status.st_atime > TOUCH_SECONDS:
@@ -459,10 +405,7 @@ def _update_access_time(path: Path) -> None:
 
 
 def _remove_stale(column: Column) -> None:
-    """Removes files that were unused for `KEEP_SECONDS` and that the newest version does not need.
-
-    A mapped file stays readable until its last mapping is closed.
-    """
+    """Removes unused files that the newest version does not need. Mapped ones stay readable."""
     dataset = column.index.dataset
     if dataset.latest_version != dataset.version:
         return
@@ -476,7 +419,6 @@ def _remove_stale(column: Column) -> None:
 
 
 def _prune() -> None:
-    """Removes the files that were not used for the longest time, down to the limit of the cache."""
     files = sorted(_packed_files(cache_folder()), key=lambda file: _last_use(file[1]))
     excess = sum(status.st_size for _, status in files) - cache_limit()
     for path, status in files:

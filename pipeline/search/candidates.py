@@ -28,8 +28,8 @@ MIN_CANDIDATES, CANDIDATES_PER_HIT = 1000, 16
 def generators(index: Index, info: RepresentationInfo) -> dict[str, str]:
     """Returns the columns of the generators that can be used for a representation, by name.
 
-    While a generator is refitted, its former column is used. Generators that were fitted to other
-    vectors, which the representation had before it was replaced, are omitted.
+    While a generator is refitted, its former column is used. Generators that were fitted to vectors
+    that have been replaced are omitted.
     """
     columns = {} if info.pooled_column is None else {SINGLE: info.pooled_column}
     infos = index.candidates_columns.values()

@@ -37,8 +37,8 @@ from pipeline.registry import CANDIDATES, GeneratorSpec
 from pipeline.schema import with_metadata
 from pipeline.search.candidates import BM25
 from pipeline.search.candidates_sample import draw_sample
+from pipeline.search.options import representation_info
 from pipeline.search.query import AnyQuery
-from pipeline.search.representations import representation_info
 
 log = logging.getLogger("maxray.candidates")
 
@@ -83,14 +83,7 @@ class CandidatesResources(Profile):
 
 
 class FillCodes(FragmentActor):
-    """Actor that computes the codes of the items of fragments.
-
-    Args:
-        index: URI of the index.
-        version: Version of the index with the column.
-        column: Column of the codes.
-        num_threads: Number of threads of torch.
-    """
+    """Actor that computes the codes of the items of fragments."""
 
     step = "encode"
 
@@ -115,7 +108,6 @@ class FillCodes(FragmentActor):
         return pa.concat_tables(tables), 0
 
     def _decode(self, column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the vectors (T, D) of a column, and their number per item (B,) int64."""
         name = self.info.representation
         return self.index.codec(name).decode(column, self.index.representation(name).dim)
 
@@ -124,14 +116,8 @@ class Candidates(AddedColumns):
     """Codes of a candidate generator, which is fitted unless it exists.
 
     Args:
-        spec: Spec of the job.
-        resources: Resources profile of the job.
         queries: Past queries to which the generator is fitted, all of the same kind.
         refit: Whether to fit the generator again.
-
-    Raises:
-        SpecError: The index or the representation is invalid, or the stored generator has other
-            settings.
     """
 
     kind, actor = "candidates", FillCodes
@@ -179,7 +165,6 @@ class Candidates(AddedColumns):
         revision: int,
         report: Callable[[str], None],
     ) -> None:
-        """Fits the generator and adds the column of its codes."""
         spec, pool = self.spec, self.resources.fit
         fit, num_items = _fit, min(spec.fit_items, len(index))
         if spec.generator.name == BM25:
@@ -211,12 +196,7 @@ class Candidates(AddedColumns):
 
 
 def drop(spec: CandidatesJobSpec, *, job: str, report: Callable[[str], None] = log.info) -> None:
-    """Drops all columns of a generator in a single commit.
-
-    Raises:
-        SpecError: The index has no such generator.
-        LeaseHeld: Another job is writing to the index.
-    """
+    """Drops all columns of a generator in a single commit."""
     index = Index(spec.index)
     source = _source(index, spec)
     columns = _columns(index, source, spec.generator.name)
@@ -229,11 +209,6 @@ def drop(spec: CandidatesJobSpec, *, job: str, report: Callable[[str], None] = l
 
 
 def _check(spec: CandidatesJobSpec, *, refit: bool) -> None:
-    """Checks the representation and the settings of the generator.
-
-    Raises:
-        SpecError: The job cannot succeed.
-    """
     index = Index(spec.index)
     info = representation_info(index, spec.representation)
     if info.max_vectors is not None:
@@ -263,7 +238,6 @@ def _check(spec: CandidatesJobSpec, *, refit: bool) -> None:
 
 
 def _source(index: Index, spec: CandidatesJobSpec) -> str:
-    """Returns the column of the vectors or texts to which the generator is fitted."""
     info = representation_info(index, spec.representation)
     return getattr(info, CANDIDATES.load(spec.generator.name).source)
 
@@ -278,7 +252,6 @@ def missing_fragments(dataset: lance.LanceDataset, info: CandidatesInfo) -> list
 
 
 def _columns(index: Index, representation: str, generator: str) -> dict[str, CandidatesInfo]:
-    """Returns the columns of a generator, in the order of their revisions."""
     infos = index.candidates_columns.values()
     found = [
         info
@@ -289,7 +262,6 @@ def _columns(index: Index, representation: str, generator: str) -> dict[str, Can
 
 
 def _remarks(index: Index, column: str) -> list[str]:
-    """Returns remarks about the first codes of the index."""
     with index.corruption_errors():
         table = index.dataset.to_table(
             columns=[column], filter=f"`{column}` IS NOT NULL", limit=REMARK_ITEMS
@@ -301,7 +273,6 @@ def _remarks(index: Index, column: str) -> list[str]:
 def _fit(
     spec: CandidatesJobSpec, representation: str, queries: list[AnyQuery], num_threads: int
 ) -> dict[str, np.ndarray]:
-    """Fits the generator to a sample of the index."""
     torch.set_num_threads(num_threads)
     sample = draw_sample(
         Index(spec.index),
@@ -318,11 +289,6 @@ def _fit(
 
 @ray.remote
 def _fit_texts(spec: CandidatesJobSpec, column: str, *_: object) -> dict[str, np.ndarray]:
-    """Fits BM25 to all items of the index.
-
-    Raises:
-        SpecError: No item has a text.
-    """
     kind: Any = CANDIDATES.load(spec.generator.name)
     batches = Index(spec.index).batches([column])
     artefact = kind.fit(spec.generator, (batch[column].to_pylist() for batch in batches))

@@ -42,12 +42,8 @@ def draw_sample(
     texts if the query encoder accepts texts, and otherwise vectors of the items.
 
     Args:
-        index: Open version of an index.
-        representation: Name of a column of token vectors.
-        queries: Past queries, all of the same kind.
         num_items: Maximum number of items. There are fewer if they have `MAX_VECTORS` vectors.
         num_tokens: Maximum number of token vectors.
-        seed: Random seed.
 
     Raises:
         SpecError: The representation has no vectors, or the query encoder is not available.
@@ -109,7 +105,6 @@ def _passages(texts: Sequence[str | None], rng: np.random.Generator) -> list[str
 def _query_tokens(
     index: Index, info: RepresentationInfo, queries: Sequence[AnyQuery], num_tokens: int
 ) -> Iterator[torch.Tensor]:
-    """Yields the token vectors of queries until there are `num_tokens`."""
     encoders = QueryEncoders(index)
     num_encoded = 0
     for first in range(0, len(queries), QUERY_BATCH):

@@ -46,10 +46,6 @@ def describe(
     """Builds the hits of each query.
 
     Args:
-        rankings: Rankings of the queries.
-        queries: Queries transformed for the representation.
-        index: Index of the ranked items.
-        representation: Name of the representation.
         item_vectors: Function that reads the vectors for `matches` and `passages`. If None, both
             are omitted.
     """
@@ -103,7 +99,6 @@ def describe(
 def _stored_rows(
     rankings: Sequence[Ranking], index: Index, info: RepresentationInfo, *, explain: bool
 ) -> dict[str, dict[str, Any]]:
-    """Reads the columns of the ranked items that are part of hits. Returns them by item id."""
     columns = ["source", "modality", "title", info.text_column, "span"]
     if explain:
         columns += info.token_columns
@@ -114,7 +109,6 @@ def _stored_rows(
 
 
 def _parts(ranking: Ranking, i: int, num_tokens: float) -> ScoreParts:
-    """Returns the components of the score of item `i` in a ranking."""
     parts = {name: float(scores[i]) for name, scores in ranking.components().items()}
     mean = {"maxsim_mean": parts["maxsim"] / num_tokens} if "maxsim" in parts else {}
     return ScoreParts(**parts, **mean)
@@ -122,14 +116,7 @@ def _parts(ranking: Ranking, i: int, num_tokens: float) -> ScoreParts:
 
 @dataclass(frozen=True)
 class _InputTokens:
-    """Locations of the T input tokens of an item, and the vectors to which they are assigned.
-
-    Attributes:
-        spans, extents, confidence: Lists of length T, or None if not stored.
-        assignment: Stored assignment of input tokens to vectors, see `explain.input_tokens`, or
-            None if not stored.
-        form: Form of the assignment. "identity" if input token i has vector i.
-    """
+    """Locations of the T input tokens of an item and their vectors; None if not stored."""
 
     spans: list[Sequence[int]] | None
     extents: list[Sequence[float]] | None
@@ -153,7 +140,6 @@ class _InputTokens:
         return cls(spans, extents, confidence, assignment, form)
 
     def matches(self, query_tokens: Sequence[str], sim_MN: np.ndarray) -> tuple[Match, ...]:
-        """Finds the vector of the item that matches each query token best."""
         best_M = sim_MN.argmax(axis=1).tolist()
         contribution_M = contributions(sim_MN).tolist()
         matches = []
@@ -179,14 +165,7 @@ class _InputTokens:
         text: str | None,
         sim_MT: np.ndarray | None = None,
     ) -> tuple[Passage, ...]:
-        """Finds the passages that match the query best, see `find_passages`.
-
-        Args:
-            query_tokens: Texts of the query tokens.
-            sim_MN: Similarities of the query tokens with the vectors of the item.
-            text: Text of the item.
-            sim_MT: Similarities with the vectors of its input tokens, if they are known.
-        """
+        """Finds the passages that match the query best, see `find_passages`."""
         num_tokens = len(self.spans or self.extents or ())
         if not num_tokens:
             return ()
@@ -204,13 +183,11 @@ class _InputTokens:
         return find_passages(query_tokens, sim_MN, output_T, spans, extents, text, confidence)
 
     def _inputs(self, vector: int) -> Sequence[int]:
-        """Returns the input tokens assigned to a vector, if the assignment is stored."""
         if self.form == "identity":
             return [vector]
         return [] if self.assignment is None else input_tokens(vector, self.assignment, self.form)
 
     def _locations(self, inputs: Sequence[int]) -> tuple[Location, ...]:
-        """Returns the regions and times of input tokens in the order of the text."""
         if not self.extents:
             return ()
         spans = self.spans or [NO_SPAN] * len(self.extents)

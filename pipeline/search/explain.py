@@ -37,8 +37,6 @@ def input_tokens(token: int, assignment: Sequence[int], form: str) -> list[int]:
     """Returns the input tokens that were assigned to a compressed vector.
 
     Args:
-        token: Index of the compressed vector.
-        assignment: Stored assignment of the item.
         form: "assignment" if it contains the vector of each input token, or `DROPPED`. "indices" if
             it contains the only input token of each vector.
 
@@ -52,11 +50,6 @@ def input_tokens(token: int, assignment: Sequence[int], form: str) -> list[int]:
 
 def assigned_vectors(assignment: Sequence[int], form: str, num_inputs: int) -> np.ndarray:
     """Returns the compressed vector of each input token, (T,) int64. Unassigned tokens have -1.
-
-    Args:
-        assignment: Stored assignment of the item.
-        form: See `input_tokens`.
-        num_inputs: Number T of input tokens.
 
     >>> assigned_vectors([0, 1, 65535, 1], "assignment", 4).tolist()
     [0, 1, -1, 1]
@@ -80,9 +73,6 @@ def prefix_assignment(
     if each vector has only one token.
 
     Args:
-        assignment: Stored assignment of the item.
-        form: See `input_tokens`.
-        vectors_ND: All stored vectors of the item.
         max_vectors: Length of the prefix, or None to return the assignment unchanged.
 
     >>> vectors = np.array([[1.0, 0.0], [0.0, 1.0], [0.1, 0.9]])
@@ -123,9 +113,7 @@ def token_location(
     """Returns the location of a token, or None if it has neither a bounding box nor times.
 
     Args:
-        span: Start and end of the token in the item's text, in characters.
         extent: x0 y0 x1 y1 in [0, 1] and t0 t1 in seconds, or NaN for missing values.
-        confidence: Recognition confidence of the token's word in [0, 1], or NaN.
 
     >>> nan = float("nan")
     >>> token_location((0, 3), (nan, nan, nan, nan, 2.0, 2.5), 0.75)
@@ -154,9 +142,6 @@ def contributions(sim_MN: np.ndarray) -> np.ndarray:
     The contributions sum to the MaxSim score minus the expected score of a random alignment of
     query tokens and item vectors. Stop words contribute little even if their MaxSim term is high,
     because they are about equally similar to all vectors of an item.
-
-    Args:
-        sim_MN: Similarities between the query tokens and the item's vectors.
 
     >>> contributions(np.array([[0.9, 0.0, 0.0], [0.8, 0.7, 0.6]])).round(2).tolist()
     [0.6, 0.1]
@@ -190,13 +175,10 @@ def find_passages(
     speech, or a region of adjacent image patches.
 
     Args:
-        query_tokens: Texts of the M query tokens.
         sim_MN: Similarities between the M query tokens and the N vectors of the item.
         output_T: Vector that each of the T input tokens is assigned to, or -1 for none.
-        spans_T2: Start and end of each input token in `text`, or -1 for image patches.
         extents_T6: x0 y0 x1 y1 in [0, 1] and t0 t1 in seconds of each input token, or NaN.
         text: Text of the item. Passages are extended to whole words.
-        confidence_T: Recognition confidence of each input token in [0, 1], or NaN.
     """
     num_tokens = len(output_T)
     if (spans_T2 is None and extents_T6 is None) or (sim_MN.shape[1] == 1 and num_tokens > 1):
@@ -258,7 +240,7 @@ def find_passages(
 def _other_words(
     query_tokens: Sequence[str], output_T: np.ndarray, spans_T2: np.ndarray, text: str
 ) -> np.ndarray:
-    """Finds tokens that share the vector of a token whose text equals a query token, (M, T) bool.
+    """Finds tokens (M, T) that share the vector of a token whose text equals a query token.
 
     The vector is equally similar to all of them, but represents the query token because of this
     one.
@@ -272,12 +254,7 @@ def _other_words(
 
 
 class _Words:
-    """Text tokens of an item, in which the best window of consecutive tokens is searched.
-
-    Args:
-        e_MT: See `find_passages`.
-        price: Cost per character.
-    """
+    """Text tokens of an item, in which the best window of consecutive tokens is searched."""
 
     def __init__(
         self, e_MT: np.ndarray, spans_T2: np.ndarray, extents_T6: np.ndarray, price: float
@@ -334,11 +311,7 @@ class _Words:
 
 
 class _Patches:
-    """Image patches of an item, in which the best region is searched.
-
-    Args:
-        e_MT: See `find_passages`.
-    """
+    """Image patches of an item, in which the best region is searched."""
 
     def __init__(self, e_MT: np.ndarray, spans_T2: np.ndarray, extents_T6: np.ndarray):
         is_patch = (spans_T2[:, 0] < 0) & ~np.isnan(extents_T6[:, 0])
@@ -347,11 +320,7 @@ class _Patches:
         self._extents_P6 = np.nan_to_num(extents_T6[self._patches], nan=-1.0)
 
     def best(self, floor_M: np.ndarray) -> tuple[float, np.ndarray] | None:
-        """Returns the gain and the tokens of the best region.
-
-        A region consists of the best patch and the patches connected to it with at least half its
-        gain.
-        """
+        """Returns gain and tokens of the best patch and connected ones with half its gain."""
         gain_P = np.maximum(self._e_MP - floor_M[:, None], 0).sum(axis=0)
         if not gain_P.any():
             return None
@@ -432,12 +401,6 @@ def snippet(
 
     The part consists of whole words, so it may be shorter than `width`.
 
-    Args:
-        text: Text of an item.
-        ranges: Character ranges to highlight.
-        width: Maximum number of characters.
-        delimiters: Text inserted before and after each highlighted word.
-
     >>> snippet("the wing in a slipstream", [(4, 6), (14, 24)], width=100)
     'the [wing] in a [slipstream]'
     >>> snippet("aaa bbb ccc ddd eee fff", [(16, 17)], width=11)
@@ -470,7 +433,6 @@ def _shown(
 
 
 def _densest_window(length: int, highlighted: list[tuple[int, int]], width: int) -> tuple[int, int]:
-    """Finds the window of `width` characters that contains the most highlighted characters."""
     if length <= width or not highlighted:
         return 0, min(length, width)
     best, run, first, filled = -1, (0, 0), 0, 0

@@ -28,7 +28,6 @@ class Facet:
     """Values of a column with the number of items that have them.
 
     Attributes:
-        column: Name of the column.
         values: (value, number of items), the most frequent values first.
         num_values: Number of different values, which may exceed the length of `values`.
     """
@@ -43,7 +42,6 @@ class RepresentationSize:
     """Size of a representation, estimated from a sample of the items.
 
     Attributes:
-        name: Name of the representation.
         vectors_per_item: Mean number of vectors per item that has any.
         bytes_per_item: Mean size of these vectors, in bytes.
     """
@@ -55,12 +53,7 @@ class RepresentationSize:
 
 @dataclass(frozen=True)
 class ExampleQuery:
-    """Example query.
-
-    Attributes:
-        query: Text of the query.
-        representation: Name of the representation that answers it.
-    """
+    """Example query and the name of the representation that answers it."""
 
     query: str
     representation: str
@@ -78,8 +71,7 @@ class IndexFacets:
 def index_facets(index: Index) -> IndexFacets:
     """Computes the facets of an index.
 
-    The values of the facet columns of all items are counted. Sizes and examples are estimated from
-    a sample of the items.
+    Sizes and examples are estimated from a sample of the items.
     """
     groups: Counter[tuple[str, ...]] = Counter()
     for batch in index.batches(FACET_COLUMNS, batch_rows=1 << 16):
@@ -100,11 +92,7 @@ def index_facets(index: Index) -> IndexFacets:
 
 
 def _size(index: Index, name: str, num_items: int) -> RepresentationSize | None:
-    """Estimates the size of a representation from items that are evenly spaced in storage order.
-
-    Returns None if no item has vectors. If the sampled items have none, such as the captions of a
-    few photos among texts, the first items with vectors are used.
-    """
+    """Estimates the size from evenly spaced items, or the first with vectors if those have none."""
     info, codec = index.representation(name), index.codec(name)
     rows = np.unique(np.linspace(0, max(num_items - 1, 0), SAMPLE_ITEMS).astype(int)).tolist()
     with index.corruption_errors():
@@ -120,10 +108,7 @@ def _size(index: Index, name: str, num_items: int) -> RepresentationSize | None:
 
 
 def _examples(index: Index, groups: Counter[tuple[str, ...]]) -> list[ExampleQuery]:
-    """Returns short texts of items, of as many modalities and sources as possible.
-
-    Each comes with a representation in which the item has vectors of this text.
-    """
+    """Returns short texts of as many modalities and sources as possible, with representations."""
     answering = _example_representations(index)
     by_group = []
     for values, _ in groups.most_common(NUM_EXAMPLES):
@@ -149,10 +134,10 @@ def _examples(index: Index, groups: Counter[tuple[str, ...]]) -> list[ExampleQue
 
 
 def _example_representations(index: Index) -> dict[str, RepresentationInfo]:
-    """Returns the representations that answer captions and texts of items, the default one first.
+    """Returns the representations that answer captions and texts, the default one first.
 
-    Captions and contents are separate representations. Without one of captions, a caption is a
-    query of images, if the encoder reads images and not only their text.
+    Without a representation of captions, a caption is a query of images if the encoder reads
+    images.
     """
     infos = index.representations()
     ordered = [infos[name] for name in sorted(infos, key=lambda name: name != "full")]
@@ -167,9 +152,7 @@ def _example_representations(index: Index) -> dict[str, RepresentationInfo]:
 
 
 def _example(text: str) -> str:
-    r"""Returns the first sentence or line of a text with at least two words, cut to a query.
-
-    Page numbers and the numbers of chapters are not words.
+    r"""Returns the first sentence or line with at least two words, which page numbers are not.
 
     >>> _example("47698\nAPPENDIX A\nThe lift of a wing")
     'The lift of a wing'

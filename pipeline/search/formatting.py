@@ -10,12 +10,7 @@ from pipeline.search.results import Hit, Location, Passage, ScoreParts
 
 
 def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
-    """Formats each hit as a line with rank, score, id, span and title, followed by a snippet.
-
-    Args:
-        hits: Hits, best first.
-        delimiters: Text before and after each highlighted word.
-    """
+    """Formats each hit as a line with rank, score, id, span and title, followed by a snippet."""
     if not hits:
         return "no hits"
     lines = []

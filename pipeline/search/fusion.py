@@ -22,12 +22,13 @@ import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
 from pipeline.config import Spec, SpecError, read
-from pipeline.search.top import best_rows
 
 #: Value of the option `score` that fuses rankings.
 FUSED = "fused"
 #: Components of the fused score, by their names in `FusionWeights` and `Ranking`.
 COMPONENTS = ("maxsim", "bm25", "single_vector")
+#: Number of scores from which a lower bound of the best scores is estimated.
+SELECTION_SAMPLE = 16384
 
 
 class FusionWeights(Spec):
@@ -69,11 +70,7 @@ class Fusion(Spec):
 
     @property
     def component_weights(self) -> FusionWeights:
-        """The weights.
-
-        Raises:
-            SpecError: They are null.
-        """
+        """The weights, which must not be null."""
         if self.weights is None:
             note = "; fit them with `maxray evaluate SPEC --fit-fusion fusion.yaml`"
             raise SpecError("fusion.weights", None, "set for the score fused", note=note)
@@ -88,8 +85,6 @@ class Fusion(Spec):
         """Returns the ascending indices of the best items of each component.
 
         Args:
-            components: Scores (R,) of the items by component.
-            k: Number of hits.
             groups: Group (R,) of each item, or None. If given, the best item of each of the best
                 groups is included as well.
         """
@@ -108,10 +103,7 @@ class Fusion(Spec):
         k: int,
         groups: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Returns the fused scores (R,) float64 of items that contain those of all `lists`.
-
-        Items to which no list contributes have the score -inf.
-        """
+        """Returns the fused scores (R,) float64; -inf for items to which no list contributes."""
         fused = np.full(len(components["maxsim"]), -np.inf)
         for name, items in self.lists(components, k, groups).items():
             if self._agrees(components["maxsim"], components[name], items):
@@ -142,7 +134,6 @@ DEFAULT_FUSION = Fusion()
 
 
 def _read(value: Any) -> Any:
-    """Returns the content of a file if the value is its path."""
     return read(value, "") if isinstance(value, str) else value
 
 
@@ -161,8 +152,6 @@ def pool_rows(
 
     Args:
         components: Scores (R,) of the scored items by component.
-        fusion: Settings of the fusion.
-        k: Number of hits.
         rows: (R,) ascending indices of the scored items, or None for all items.
         groups: (B,) group of each item, or None.
     """
@@ -170,3 +159,51 @@ def pool_rows(
         groups = groups[rows]
     lists = fusion.lists(components, k, groups)
     return np.unique(np.concatenate(list(lists.values())))
+
+
+def best_rows(
+    scores: np.ndarray,
+    rows: np.ndarray | None,
+    num: int,
+    groups: np.ndarray | None = None,
+) -> np.ndarray:
+    """Returns the items with the `num` best scores in ascending order. Ties are all included.
+
+    Args:
+        scores: (S,) float. Items with -inf are excluded.
+        rows: (S,) ascending indices of the scored items, or None for all items.
+        groups: (B,) group of each item, or None. If given, the best item of each of the `num` best
+            groups is included as well, so that candidates of few groups do not replace the others.
+
+    >>> best_rows(np.array([3.0, 1.0, 2.0, 2.0]), None, 2).tolist()
+    [0, 2, 3]
+    >>> scores, groups = np.array([3.0, 2.5, 1.0, 0.5]), np.array([0, 0, 1, 1])
+    >>> best_rows(scores, None, 2, groups).tolist()
+    [0, 1, 2]
+    """
+    selected = (scores >= _limit(scores, num)) & (scores > -np.inf)
+    if groups is not None and len(scores):
+        groups = groups if rows is None else groups[rows]
+        best = np.full(groups.max() + 1, -np.inf, scores.dtype)
+        np.maximum.at(best, groups, scores)
+        selected |= (scores >= max(_limit(best, num), -1e38)) & (scores == best[groups])
+    chosen = np.flatnonzero(selected)
+    return chosen if rows is None else rows[chosen]
+
+
+def _limit(scores: np.ndarray, num: int) -> float:
+    """Returns the `num`-th best score, or -inf if there are fewer.
+
+    Scores below a bound that is estimated on a sample are left out: selecting among a million
+    scores takes longer than computing them.
+    """
+    if num >= len(scores):
+        return -np.inf
+    sample = scores[:: max(len(scores) // SELECTION_SAMPLE, 1)]
+    # Twice the expected number of sampled scores, plus four standard deviations.
+    expected = num * len(sample) / len(scores)
+    rank = int(2 * expected + 4 * expected**0.5) + 4
+    if rank < len(sample) // 4:
+        above = scores[scores >= np.partition(sample, -rank)[-rank]]
+        scores = above if len(above) >= num else scores
+    return float(np.partition(scores, -num)[-num])

@@ -33,14 +33,6 @@ def write_hit_maps(
 ) -> Iterator[str]:
     """Writes the similarity maps of hits. Yields a line with the file or the error for each hit.
 
-    Args:
-        folder: Path or URI of the output folder.
-        searcher: Searcher of the index.
-        query: Query of the hits.
-        hits: Hits, best first.
-        representation: Name of the representation.
-        documents: See `Previews`.
-
     Raises:
         SpecError: No hit has a map. The error of the first hit is raised.
     """
@@ -68,11 +60,7 @@ def write_hit_maps(
 def _write_maps(
     folder: str, number: int, previews: Previews, map: SimilarityMap, title: str
 ) -> None:
-    """Writes `<number>.png`, `<number>-<token>-<text>.png` and the values as `<number>.json`.
-
-    The maps per query token are omitted if no word has a location, such as in captions, because
-    all of them would be equal, and for queries of more than `MAX_TOKEN_MAPS` tokens.
-    """
+    """Writes the map as PNG and JSON, and a PNG per query token if those can differ."""
     files: dict[str, bytes | str] = {
         f"{number}.png": add_header(highlight(previews, map), map, title),
         f"{number}.json": map.model_dump_json(),
@@ -90,10 +78,9 @@ def _write_maps(
 def write_hit_sheet(
     file: str, searcher: Searcher, query: str, hits: Sequence[Hit], options: SearchOptions
 ) -> str:
-    """Writes a sheet with the images of all hits. With reranking, each stage has a row.
+    """Writes a sheet with the images of all hits, one row per stage.
 
-    Returns:
-        A line with the path of the file, or the reason why it was not written.
+    Returns its path or the problem.
     """
     if not hits:
         return "sheet: not written; the query has no hits"

@@ -39,14 +39,6 @@ def highlight(previews: Previews, map: SimilarityMap, query_token: int | None = 
 
     A video is represented by the frame of its best passage or word, or by the waveform if that is
     speech.
-
-    Args:
-        previews: Files of the index.
-        map: Map of the item.
-        query_token: Index of the mapped query token, or None for the whole query.
-
-    Raises:
-        SpecError: The file of the item is missing or unreadable. See `Previews`.
     """
     focus = map.focus(query_token)
     if focus.times and not focus.box:
@@ -82,13 +74,9 @@ def highlight_words(
     """Highlights the words of an image by their values and draws frames around some boxes.
 
     Args:
-        image: Encoded image.
-        words: W words of the item.
         values: (W,) value per word, or NaN if it has no vector.
         best: Word or passage that selects the video frame; only words that are visible at the same
             time are highlighted.
-        boxes: Boxes to outline.
-        frame_colour: Colour of the outlines.
     """
     fills = [
         (word.box, COLOUR, strength)
@@ -107,11 +95,9 @@ def fill_boxes(
     """Fills boxes of an image with translucent colours and outlines others.
 
     Args:
-        image: Encoded image. Small images are enlarged.
         fills: Box, colour and strength in [0, 1] of each filled box. The strength is relative to
             `MAX_OPACITY`.
         boxes: Boxes to outline.
-        frame_colour: Colour of the outlines.
     """
     page = Image.open(io.BytesIO(image)).convert("RGB")
     if (times := MIN_PIXELS // max(page.size)) > 1:  # outlines would cover most of a small image
@@ -140,10 +126,6 @@ def draw_waveform(
 
     Args:
         samples: (S,) float samples.
-        sample_rate: Sample rate in Hz.
-        start: Time of the first sample, in seconds of the parent.
-        map: Map of the item.
-        query_token: Index of the mapped query token, or None for the whole query.
     """
     width, height, foot = 1200, 240, 24
     seconds = max(len(samples) / sample_rate, 1e-3)
@@ -241,10 +223,7 @@ def _wrapped(text: str, font: Font, width: float) -> list[str]:
 def hit_maps(
     searcher: Searcher, query: str, hit: Hit, representation: str
 ) -> list[tuple[str, bytes]]:
-    """Returns the caption and the map of a hit for a report.
-
-    The list is empty if the hit has no image or its file is missing.
-    """
+    """Returns the caption and the map of a hit for a report; empty without an image."""
     try:
         map = similarity_map(searcher, query, hit.item_id, representation)
         image = highlight(Previews(searcher.index), map)
@@ -254,7 +233,6 @@ def hit_maps(
 
 
 def _shrunk(data: bytes) -> bytes:
-    """Scales an image down to at most `REPORT_PIXELS`."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
     image.thumbnail((REPORT_PIXELS, REPORT_PIXELS))
     return to_png(image)
@@ -291,6 +269,5 @@ def _scale(values: np.ndarray) -> tuple[float, float]:
 
 
 def _tint(opacity: float) -> Colour:
-    """Mixes the highlight colour with white at an opacity in [0, 1]."""
     red, green, blue = (round(255 + (side - 255) * opacity) for side in COLOUR)
     return red, green, blue

@@ -34,12 +34,6 @@ def phrase_sheet(
         columns: Title, searcher and representation of each column. The images are read from the
             index of the first searcher.
         phrases: Item id, phrase and boxes of the true locations (x0 y0 x1 y1 in [0, 1]).
-
-    Returns:
-        The sheet as a PNG.
-
-    Raises:
-        SpecError: An item has no map or no readable image.
     """
     previews, rows = Previews(columns[0][1].index), []
     for item_id, phrase, boxes in phrases:
@@ -56,14 +50,7 @@ def phrase_sheet(
 
 
 def map_sheet(rows: Sequence[tuple[str, Sequence[tuple[str, Image.Image]]]]) -> bytes:
-    """Draws rows of titled images below each other.
-
-    Args:
-        rows: Title and cells of each row. A cell has a title and an image.
-
-    Returns:
-        The sheet as a PNG.
-    """
+    """Draws rows of titled images below each other, as a PNG. A cell has a title and an image."""
     font = ImageFont.load_default(18)
     sheet = Image.new("RGB", (max(len(cells) for _, cells in rows) * SHEET_STEP, 0), "white")
     for title, cells in rows:
@@ -87,11 +74,6 @@ def hit_sheet(
 
     Each image is labelled with its rank, the rank before reranking, and its score. A missing or
     unreadable image is replaced by the item id.
-
-    Args:
-        searcher: Searcher of the index.
-        query: Query of the hits.
-        rows: Title and hits of each row, best first.
 
     Returns:
         The sheet as a PNG, and the number of missing images.

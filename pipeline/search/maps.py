@@ -40,9 +40,9 @@ class SimilarityMap(Map):
     """Best-matching passages, best first."""
 
     def values(self, query_token: int | None = None) -> np.ndarray:
-        """Returns the value of each word (W,): its similarity with a query token, or its highlight.
+        """Returns the value of each word (W,).
 
-        Words without a vector have no similarity (NaN).
+        It is the similarity with a query token, or the highlight. NaN marks words without a vector.
         """
         if query_token is None:
             return np.array([word.highlight for word in self.words])
@@ -73,11 +73,7 @@ class SimilarityMap(Map):
 
 
 def visible_time(location: Word | Passage) -> float | None:
-    """Returns a time in seconds at which a word or passage is visible, or None without times.
-
-    This is the middle for text, because its times are estimates, and the start for an image region,
-    because that is the time of its frame.
-    """
+    """Returns a visible time: the middle for text (times are estimates), or a region's frame."""
     if location.times is None:
         return None
     is_text = location.text if isinstance(location, Word) else location.highlights
@@ -93,10 +89,8 @@ def similarity_map(
     """Computes the similarity map of an item for a query.
 
     Args:
-        searcher: Searcher of the index.
         query: A text, an image, both, or token vectors; or one query encoded by
             `Searcher.queries`.
-        item_id: Id of the item.
         representation: Name of the representation, or `NAME@K` for a prefix. Defaults to `full` if
             it exists, otherwise the first.
 
@@ -148,9 +142,8 @@ def _highlighted(
     """Returns the words with their highlights.
 
     The highlight of a word is its contribution to the score of the item or to the gain of a
-    passage, whichever is higher. Words that share a vector also share its contribution, because the
-    score does not tell which of them it is due to. It is limited to the highest contribution of a
-    query token, because a name of many tokens would otherwise dominate the map.
+    passage, whichever is higher, at most the highest contribution of a query token: a name of many
+    tokens would otherwise dominate the map.
     """
     highlights = [word for passage in passages for word in passage.highlights]
     num_words = Counter(word.vector for word in words)
@@ -171,7 +164,6 @@ def _highlighted(
 
 
 def _overlap(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Checks whether two character ranges have a character in common."""
     return one[0] < other[1] and other[0] < one[1]
 
 

@@ -37,13 +37,6 @@ def maxsim_oracle(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores padded documents. This slow reference implementation is used to test the others.
 
-    Args:
-        query_MD: Query tokens.
-        docs_BND: Document tokens.
-        mask_BN: bool, False for padding of documents.
-        query_mask_M: bool, False for query tokens that are ignored. None to use all.
-        reduce: Reduction over the query tokens.
-
     Returns:
         Scores (B,) and the index of the best document token per query token (B, M). Ties resolve to
         the first token. The index is -1 for a document without tokens.
@@ -137,13 +130,6 @@ def best_tokens(
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Finds the document token that matches each query token best, for every document.
 
-    Args:
-        query_MD: Concatenated tokens of any number of queries, without padding.
-        packed: Documents on one device.
-        rows: See `maxsim`.
-        backend: See `maxsim`.
-        block_bytes: Memory per block of results, in bytes.
-
     Yields:
         For each block of b documents: the index of its first document in `rows`, the similarities
         (b, M) float32, and the indices (b, M) int64 of the best tokens in their document. Ties
@@ -185,21 +171,12 @@ def backends(packed: PackedVectors) -> tuple[str, ...]:
 
 
 def _kernels(packed: PackedVectors) -> ModuleType | None:
-    """Returns the module whose kernels run on the device of the vectors.
-
-    Returns None if there is none.
-    """
     if packed.device.type == "cpu":
         return native
     return triton_module("pipeline.search.triton_kernels", packed.device)
 
 
 def _backend(name: str | None, packed: PackedVectors) -> tuple[ModuleType | None, str]:
-    """Returns the module and the level of a backend. The module of the torch backend is None.
-
-    Raises:
-        ValueError: The backend cannot score these vectors.
-    """
     valid = backends(packed)
     if name is not None and name not in valid:
         raise ValueError(f"backend must be one of {', '.join(valid)}, got {name!r}")
@@ -210,11 +187,7 @@ def _backend(name: str | None, packed: PackedVectors) -> tuple[ModuleType | None
 def _concatenate(
     queries: Sequence[torch.Tensor], packed: PackedVectors
 ) -> tuple[torch.Tensor, list[int]]:
-    """Concatenates the tokens of all queries on the device of the documents.
-
-    Returns:
-        Tokens (M, D) float32, and the number of tokens per query.
-    """
+    """Concatenates the tokens (M, D) of all queries, and counts the tokens per query."""
     shapes = [query.shape for query in queries]
     for shape in shapes:
         if len(shape) != 2 or shape[1] != packed.dim:
@@ -273,8 +246,6 @@ class _Block(NamedTuple):
     """Similarities between a block of documents and all query tokens, with their maxima.
 
     Attributes:
-        first: Index of the first document.
-        last: Index after the last document.
         lengths_b: Number of tokens per document.
         doc_of_n: Document of each token, relative to `first`.
         sim_nM: Similarities of document tokens and query tokens.
@@ -295,7 +266,6 @@ def _similarities(
     documents: torch.Tensor | None,
     block_bytes: int,
 ) -> Iterator[_Block]:
-    """Yields similarities block by block."""
     starts_B, lengths_B = segment.starts, segment.lengths
     if documents is not None:
         starts_B, lengths_B = starts_B[documents], lengths_B[documents]
@@ -322,10 +292,7 @@ def _similarities(
 
 
 def _blocks(lengths_B: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Yields runs of documents with at most `max_tokens` tokens: (first, last + 1, tokens).
-
-    A document with more tokens is a run by itself.
-    """
+    """Yields (first, last + 1, tokens) of runs. A document of more tokens is a run by itself."""
     ends = lengths_B.cumsum(0)
     first, start = 0, 0
     while first < len(lengths_B):
@@ -339,10 +306,7 @@ def _blocks(lengths_B: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, int
 def _rows(
     segment: Segment, starts_b: torch.Tensor, lengths_b: torch.Tensor, num_tokens: int
 ) -> dict[str, torch.Tensor]:
-    """Returns the parts of the tokens of documents.
-
-    Views if they are contiguous, else copies.
-    """
+    """Returns the parts of the tokens of documents. Views if they are contiguous, else copies."""
     segment.verify(starts_b.numpy(force=True), lengths_b.numpy(force=True))
     start, end = int(starts_b[0]), int(starts_b[-1] + lengths_b[-1])
     if end - start == num_tokens:

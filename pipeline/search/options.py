@@ -18,7 +18,6 @@ from pipeline.search.candidates import (
     generators,
 )
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, Fusion
-from pipeline.search.representations import representation_info
 from pipeline.search.scores import Score
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
@@ -49,16 +48,14 @@ def _check_weights(weights: Any) -> Any:
 
 
 #: Weights of the single-vector and the MaxSim score in the hybrid score.
-Weights = Annotated[tuple[float, float], BeforeValidator(_check_weights)]
+Weights = Annotated[
+    tuple[float, float], BeforeValidator(_check_weights), Field(validate_default=False)
+]
 EQUAL_WEIGHTS = (1.0, 1.0)
 
 
 def _id_tuple(ids: Any) -> tuple[str, ...] | None:
-    """Converts a collection of ids to a tuple. This takes 1 ms for 100,000 ids.
-
-    Raises:
-        SpecError: The ids are not a collection of valid UTF-8 strings.
-    """
+    """Converts a collection of ids to a tuple. This takes 1 ms for 100,000 ids."""
     if ids is None:
         return None
     values = (ids,) if isinstance(ids, str) else tuple(ids)
@@ -69,7 +66,6 @@ def _id_tuple(ids: Any) -> tuple[str, ...] | None:
 
 
 def _are_texts(values: tuple[Any, ...]) -> bool:
-    """Checks whether all values are valid UTF-8 strings."""
     try:
         "".join(values).encode()
     except (TypeError, UnicodeEncodeError):
@@ -77,7 +73,7 @@ def _are_texts(values: tuple[Any, ...]) -> bool:
     return True
 
 
-Ids = Annotated[tuple[str, ...] | None, BeforeValidator(_id_tuple)]
+Ids = Annotated[tuple[str, ...] | None, BeforeValidator(_id_tuple), Field(validate_default=False)]
 
 
 RerankMethod = Literal["vectors", "edje"]
@@ -130,7 +126,7 @@ class SearchOptions(Spec):
     weights: Weights = EQUAL_WEIGHTS
     """Weights of the `single_vector` and the `maxsim` score in the `hybrid` score. Items that lack
     either score have no hybrid score, even if its weight is 0."""
-    fusion: Fusion = DEFAULT_FUSION
+    fusion: Fusion = Field(DEFAULT_FUSION, validate_default=False)
     """Settings of the `fused` score. A server has defaults of its own for each index."""
     group_by: Literal["parent"] | None = None
     """`parent` returns only the best item of each parent, such as the best page of a document."""
@@ -169,12 +165,7 @@ class SearchOptions(Spec):
         return self
 
     def resolve(self, index: Index, **changes: Any) -> SearchOptions:
-        """Returns the options with changes and with the default representation of an index.
-
-        Raises:
-            SpecError: The representation does not exist or is only for reranking, the candidate
-                generator was not built for it, or a fused score has no weights.
-        """
+        """Returns the options with changes and with the default representation of an index."""
         fields = {name: getattr(self, name) for name in SearchOptions.model_fields} | changes
         options = SearchOptions.model_construct(**fields)
         info = representation_info(index, options.representation)
@@ -201,8 +192,7 @@ class SearchOptions(Spec):
     def first_stage(self, rerank_depth: int = 0) -> SearchOptions:
         """Returns the options of the first stage, which finds the items to rerank.
 
-        Args:
-            rerank_depth: Number of items that another reranker than `rerank` reads.
+        `rerank_depth` is the number of items that another reranker than `rerank` reads.
         """
         k = max(self.k, rerank_depth, self.rerank.depth if self.rerank else 0)
         number = None if self.num_candidates is None else max(self.num_candidates, k)
@@ -214,12 +204,7 @@ class SearchOptions(Spec):
         return self.model_copy(update={"filter": None, "ids": None, "parents": None})
 
     def check_vectors(self, queries: Queries, pooled_column: str | None) -> None:
-        """Raises `SpecError` if the queries or the representation lack vectors for the score.
-
-        Args:
-            queries: Queries transformed for the representation.
-            pooled_column: Column of the representation's single vectors, or None.
-        """
+        """Raises `SpecError` if the queries or the representation lack vectors for the score."""
         weights = self.fusion.component_weights if self.score == FUSED else None
         needs_single = self.score != "maxsim" if weights is None else bool(weights.single_vector)
         rule, problem = "maxsim", None
@@ -246,8 +231,26 @@ class SearchOptions(Spec):
             raise SpecError("candidates", self.candidates, EXACT, problem)
 
 
+def representation_info(index: Index, name: str | None = None) -> RepresentationInfo:
+    """Returns the metadata of a searchable representation.
+
+    Args:
+        name: Name of the representation, or `NAME@K` for a prefix. Defaults to `full` if it exists,
+            otherwise the first.
+    """
+    infos = index.representations()
+    if name is None:
+        if not infos:
+            problem = f"has no representations in version {index.version}"
+            rule = "an index with at least one representation"
+            raise SpecError("index", index.uri, rule, problem)
+        return infos["full"] if "full" in infos else next(iter(infos.values()))
+    if name in index.rerank_columns:
+        raise SpecError.unknown_name("representation", name, infos, "is only for reranking")
+    return index.representation(name)
+
+
 def _check_bm25(index: Index, info: RepresentationInfo) -> None:
-    """Raises `SpecError` if the index has no BM25 scores for the texts of a representation."""
     if BM25 not in generators(index, info):
         problem = f"needs {BM25}, which was not built for the texts of {info.name}"
         note = f"; build it with `maxray add candidates INDEX {BM25}`"

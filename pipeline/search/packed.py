@@ -25,7 +25,6 @@ class Segment:
     """Token vectors of several documents, stored one document after another or as their prefixes.
 
     Attributes:
-        codec: Codec of the vectors.
         dim: Dimension D of the decoded vectors.
         parts: Parts of the vectors by name, (T, width) each; contiguous, possibly memory-mapped.
         lengths: (S,) int64, number of vectors per document, which may be 0.
@@ -75,10 +74,7 @@ class Segment:
         return replace(self, lengths=self.lengths.clamp(max=max_vectors), offsets=self.starts)
 
     def to(self, device: torch.device | str) -> Segment:
-        """Copies the documents to a device.
-
-        Memory-mapped parts are copied in pieces.
-        """
+        """Copies the documents to a device, memory-mapped parts in pieces."""
         parts = {
             name: torch.empty(part.shape, dtype=part.dtype, device=device)
             for name, part in self.parts.items()

@@ -67,10 +67,6 @@ class PackedWriter:
     The context manager removes the file on exit unless it was published. Files left behind by
     killed processes are removed by `remove_unfinished`.
 
-    Args:
-        folder: Folder of the file.
-        layout: Data type and width of each part of a vector.
-
     Raises:
         OSError: The folder is full or not writable. The methods raise it too.
     """
@@ -105,13 +101,7 @@ class PackedWriter:
     def append(
         self, parts: Mapping[str, np.ndarray], lengths: np.ndarray, rows: np.ndarray
     ) -> None:
-        """Adds documents.
-
-        Args:
-            parts: Parts of the vectors by name, (t, width) each.
-            lengths: (s,) number of vectors per document.
-            rows: (s,) row of each document in its fragment, ascending across calls.
-        """
+        """Adds documents: parts (t, width), lengths (s,) and ascending rows (s,)."""
         self._lengths.append(lengths.astype("<i8"))
         self._rows.append(rows.astype("<i8"))
         for name, part in parts.items():
@@ -183,7 +173,6 @@ class PackedWriter:
         return offset
 
     def _pad(self, min_bytes: int) -> None:
-        """Writes zeros up to the next page boundary, but at least `min_bytes`."""
         size = min_bytes + -(self._file.tell() + min_bytes) % PAGE
         self._file.write(bytes(size))
 
@@ -214,11 +203,7 @@ def remove_unfinished(folder: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PackedFile(Storage):
-    """Open file with memory-mapped tensors.
-
-    Attributes:
-        path: Path of the file, which may be removed or replaced while it is open.
-    """
+    """Open file with memory-mapped tensors. It may be removed or replaced while it is open."""
 
     path: Path
     _status: os.stat_result
@@ -229,10 +214,6 @@ class PackedFile(Storage):
     @classmethod
     def open(cls, path: Path, key: str) -> PackedFile:
         """Maps a file into memory. Everything except the vectors is verified.
-
-        Args:
-            path: Path of the file.
-            key: Key passed to `PackedWriter.publish`.
 
         Raises:
             CorruptedError: The file is corrupted or has another format or key.
@@ -284,10 +265,7 @@ class PackedFile(Storage):
 
     @classmethod
     def shared(cls, path: Path, key: str) -> PackedFile:
-        """Opens a file, or returns it if it is open. Its blocks are then verified only once.
-
-        See `open` for the arguments and errors.
-        """
+        """Opens a file, or returns it if it is open. Its blocks are then verified only once."""
         status = path.stat()
         # The number of an inode is not reused as long as the file is mapped.
         identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -303,10 +281,6 @@ class PackedFile(Storage):
         """Verifies the checksums of the blocks that contain some documents, once per block.
 
         This method is thread-safe: at worst, two threads verify the same block.
-
-        Args:
-            starts: (S,) int64, index of the first vector per document.
-            lengths: (S,) int64, number of vectors per document.
 
         Raises:
             CorruptedError: A block does not match its checksum.
@@ -331,7 +305,6 @@ _open_files: SharedStorages[PackedFile] = SharedStorages()
 
 
 def _view(data: np.ndarray, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Returns a view of a section of the mapped file."""
     return np.ndarray(shape, dtype, data, offset)
 
 
@@ -343,7 +316,6 @@ def _tensor(numbers: np.ndarray) -> torch.Tensor:
 
 
 def _checksum(*sections: bytes | memoryview) -> int:
-    """Returns the CRC-32 of concatenated sections."""
     checksum = 0
     for section in sections:
         checksum = zlib.crc32(section, checksum)

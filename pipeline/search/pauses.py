@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 
-#: What a pause does in the present context, or None without a scheduler.
+#: What a pause does in the present context, or None without a scheduler, for which large operations
+#: are divided.
 action: ContextVar[Callable[[], None] | None] = ContextVar("pause", default=None)
-
-
-def are_used() -> bool:
-    """Checks whether there is a scheduler, for which large operations are divided."""
-    return action.get() is not None
 
 
 def pause() -> None:

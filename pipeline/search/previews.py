@@ -57,10 +57,8 @@ class MediaPart:
 
     Attributes:
         data: Bytes of the part, at most `MAX_PART_BYTES`; empty if the range is not in the file.
-        start: Position of the first byte in the file.
         size: Size of the file, in bytes.
         media_type: Media type of the file, such as "video/mp4".
-        content_hash: Hash of the content of the file.
     """
 
     data: bytes
@@ -93,27 +91,15 @@ class Previews:
         self._checked: dict[tuple[str, str, str], Any] = {}
 
     def image(self, item_id: str, seconds: float | None = None) -> bytes:
-        """Returns a page, an image, or the video frame at a given time as an encoded image.
-
-        Raises:
-            SpecError: The item has no image, or its file is missing or unreadable.
-        """
+        """Returns a page, an image, or the video frame at a given time as an encoded image."""
         return self._read(item_id, lambda source, item: source.preview_image(item, seconds))
 
     def audio(self, item_id: str) -> tuple[np.ndarray, int, float]:
-        """Returns the audio of an item: samples (S,), sample rate in Hz, and start in seconds.
-
-        Raises:
-            SpecError: The item has no audio, or its file is missing or unreadable.
-        """
+        """Returns the audio of an item: samples (S,), sample rate in Hz, and start in seconds."""
         return self._read(item_id, lambda source, item: source.preview_audio(item))
 
     def media(self, item_id: str, range: ByteRange) -> MediaPart:
-        """Returns a part of the image, audio or video file of an item.
-
-        Raises:
-            SpecError: The item has no such file, or its file is missing or unreadable.
-        """
+        """Returns a part of the image, audio or video file of an item."""
         return self._read(item_id, lambda source, item: _read_part(source, item, range))
 
     def _read(self, item_id: str, read: Callable[[Source, dict[str, Any]], T]) -> T:
@@ -137,10 +123,10 @@ class Previews:
             raise SpecError("documents", location, rule, problem, note) from None
 
     def _is_unmodified(self, source: Source, item: dict[str, Any]) -> bool:
-        """Checks whether the file of an item has the content that was indexed.
+        """Checks whether a file has the indexed content.
 
-        The content is read again only if the state of the file has changed since the last check,
-        because a range of a long video would otherwise take as long as the whole video.
+        The content is read again only if the state of the file has changed, because a range of a
+        long video would otherwise take as long as the whole.
         """
         key = item["source"], item["parent_id"], item["revision"]
         state = source.file_state(item)
@@ -219,10 +205,6 @@ def media_type(head: bytes, modality: str = "image") -> str:
 
     A file of another type is never announced as a page or a script.
 
-    Args:
-        head: First 16 bytes of the file, or more.
-        modality: Modality of the item, which distinguishes audio and video.
-
     >>> media_type(b"RIFF....WEBP"), media_type(b"....ftypisom", "video"), media_type(b"<html>")
     ('image/webp', 'video/mp4', 'application/octet-stream')
     """
@@ -236,11 +218,7 @@ def media_type(head: bytes, modality: str = "image") -> str:
 
 
 def thumbnail(image: bytes, width: int) -> bytes:
-    """Returns an image file scaled down to fit into a square of the given width.
-
-    The result is a JPEG file, or a PNG file for images with transparency. An image that fits is
-    returned unchanged.
-    """
+    """Returns an image scaled down to fit into a square, as JPEG, or PNG with transparency."""
     with Image.open(io.BytesIO(image)) as opened:
         if max(opened.size) <= width:
             return image

@@ -84,10 +84,7 @@ class Queries:
 
     @classmethod
     def from_encoded(cls, encoded: EncodedQueries) -> Queries:
-        """Creates queries from the output of an encoder.
-
-        Vectors are normalised, masked ones removed.
-        """
+        """Creates queries from the output of an encoder, normalised and without masked vectors."""
         vectors = unit_vectors(encoded.tokens)
         tokens = [row[mask] for row, mask in zip(vectors, encoded.tokens.mask, strict=True)]
         pooled = encoded.tokens.pooled
@@ -145,10 +142,7 @@ AnyQueries = Sequence[AnyQuery] | EncodedQueries | Queries
 
 
 class QueryEncoders:
-    """Encodes and transforms queries for the representations of an index.
-
-    Encoders and compressors are loaded on first use.
-    """
+    """Encodes and transforms queries for an index. Models are loaded on first use."""
 
     def __init__(self, index: Index):
         self._index = index
@@ -156,12 +150,7 @@ class QueryEncoders:
         self._compressors: dict[str, Compressor] = {}
 
     def encoder(self, representation: str) -> Encoder:
-        """Returns the query encoder of a representation.
-
-        Raises:
-            SpecError: The encoder is not available, or differs from the one that encoded the
-                representation.
-        """
+        """Returns the query encoder, which must equal the one that encoded the representation."""
         info = self._index.representation(representation).encoder
         key = digest(info.spec)
         if key not in self._encoders:
@@ -170,11 +159,9 @@ class QueryEncoders:
         return self._encoders[key]
 
     def encode(self, queries: AnyQueries, representation: str) -> Queries:
-        """Encodes and transforms queries for a representation. `Queries` are not transformed again.
+        """Encodes and transforms queries for a representation.
 
-        Raises:
-            SpecError: A query is empty or zero, has another dimension than the representation, or
-                is not supported by the encoder.
+        `Queries` are not transformed again.
         """
         if isinstance(queries, Queries):
             return queries
@@ -190,11 +177,7 @@ class QueryEncoders:
         return self.transform(encoded, representation)
 
     def transform(self, queries: Queries, representation: str) -> Queries:
-        """Transforms query vectors with the compressor and the codec of a representation.
-
-        Raises:
-            SpecError: The vectors have another dimension than the representation.
-        """
+        """Transforms query vectors with the compressor and the codec of a representation."""
         info = self._index.representation(representation)
         dim = info.encoder.dim
         for number, tokens_MD in enumerate(queries.tokens):
@@ -217,11 +200,7 @@ class QueryEncoders:
 
 
 def query_encoder(info: EncoderInfo) -> Encoder:
-    """Builds the encoder of an index for queries.
-
-    Raises:
-        SpecError: The encoder is not available.
-    """
+    """Builds the encoder of an index for queries."""
     spec = ENCODERS.resolve(info.spec)
     encoder_class: type[Encoder] = ENCODERS.load(info.name)
     encoder_class.check_queries(spec)
@@ -240,11 +219,7 @@ def check_fingerprint(encoder: Encoder, representation: str, info: EncoderInfo) 
 
 
 def encode(encoder: Encoder, queries: Sequence[Unencoded]) -> EncodedQueries:
-    """Encodes a batch of texts, images or composed queries. The batch must not be empty.
-
-    Raises:
-        SpecError: A query is invalid, or the encoder does not support this type of query.
-    """
+    """Encodes a batch of texts, images or composed queries. The batch must not be empty."""
     if texts := [query for query in queries if isinstance(query, str)]:
         return encoder.encode_queries(texts)
     if images := [query for query in queries if isinstance(query, bytes)]:
@@ -269,11 +244,7 @@ def check_texts(texts: Sequence[str]) -> None:
 
 
 def readable_queries(queries: AnyQueries, folder: str) -> list[str | bytes]:
-    """Returns the queries of a reranker that reads texts and images.
-
-    Raises:
-        SpecError: For `rerank`, whose value is `folder`: a query is neither of them.
-    """
+    """Returns the queries of a reranker that reads texts and images, or raises `SpecError`."""
     inputs = queries if isinstance(queries, Sequence) else [queries]
     readable = [query for query in inputs if isinstance(query, str | bytes)]
     if len(readable) < len(inputs):
@@ -283,9 +254,6 @@ def readable_queries(queries: AnyQueries, folder: str) -> list[str | bytes]:
 
 
 def query_error(value: object, rule: str, number: int, num_queries: int) -> SpecError:
-    """Builds the error for an invalid query.
-
-    If there are several queries, it contains the number.
-    """
+    """Builds the error for an invalid query, with its number if there are several queries."""
     note = f" (query {number + 1} of {num_queries})" if num_queries > 1 else ""
     return SpecError("query", value, rule, note=note)

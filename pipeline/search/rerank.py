@@ -46,10 +46,7 @@ NO_TEXT = "has no text"
 
 
 class QueryEncoderSource(Protocol):
-    """Index whose items are reranked, and its query encoders.
-
-    `Searcher` implements this protocol.
-    """
+    """Index whose items are reranked, and its query encoders, such as a `Searcher`."""
 
     index: Index
 
@@ -91,10 +88,7 @@ class Reranker:
         self._vision: Encoder | None = None
 
     def with_depth(self, rerank_depth: int, add_first_stage: bool) -> Reranker:
-        """Returns a reranker with other options.
-
-        It shares the joint encoder that has been loaded.
-        """
+        """Returns a reranker with other options, which shares the loaded joint encoder."""
         other = copy.copy(self)
         other.rerank_depth, other.add_first_stage = rerank_depth, add_first_stage
         return other
@@ -163,7 +157,6 @@ class Reranker:
     def _score_texts(
         self, source: QueryEncoderSource, texts: Sequence[str], candidates: Sequence[list[str]]
     ) -> list[dict[str, JointScore]]:
-        """Scores pairs of a text query and one of its candidates that has tokens."""
         stored = _stored(source.index, candidates, [RERANK_TOKENS])
         dim = self.metadata["dim"]
         flat, lengths = flat_from_arrow(stored[RERANK_TOKENS])
@@ -179,7 +172,6 @@ class Reranker:
     def _score_images(
         self, source: QueryEncoderSource, images: Sequence[bytes], candidates: Sequence[list[str]]
     ) -> list[dict[str, JointScore]]:
-        """Scores pairs of an image query and one of its candidates that has a text."""
         stored = _stored(source.index, candidates, ["text", "caption"])
         texts = [row.get("text") or row.get("caption") for row in stored.to_pylist()]
         ids = stored["item_id"].to_pylist()
@@ -216,7 +208,6 @@ class Reranker:
         return pad(torch.cat(tokens_of_image), lengths)
 
     def _encoder(self, source: QueryEncoderSource) -> Encoder:
-        """Returns the vision encoder of the EDJE model. It is shared with the index if possible."""
         if self._vision is None:
             fingerprint = self.metadata["vision"]["fingerprint"]
             infos = source.index.representations().values()
@@ -239,17 +230,7 @@ class Reranker:
 def check_stored(
     metadata: Mapping[str, Any], folder: str, index: Index, field: str = "rerank"
 ) -> None:
-    """Checks that an index contains tokens from the adapter of an EDJE model.
-
-    Args:
-        metadata: Metadata of the folder, as returned by `read_metadata`.
-        folder: Folder of the EDJE model.
-        index: Index of the items.
-        field: Name of the option that specifies the folder, for error messages.
-
-    Raises:
-        SpecError: The index has no tokens, or tokens of another adapter.
-    """
+    """Checks that an index contains tokens from the adapter of an EDJE model."""
     columns = index.rerank_columns
     if RERANK_TOKENS not in columns:
         note = f"; add them with `maxray add tokens SPEC.yaml rerank={folder}`"
@@ -270,12 +251,7 @@ def reorder(
     Candidates without a joint score keep their ranks.
 
     Args:
-        query: Text or image.
-        ranking: Ranking of the first stage.
-        joint_scores: Scores of the candidates by the joint encoder, by item id.
         rerank_depth: Number of candidates. Candidates without a joint score are flagged.
-        add_first_stage: Whether to add the score of the first stage.
-        k: Maximum number of items.
     """
     scores = list(ranking.scores)
     records: list[JointScore] = []
@@ -296,7 +272,6 @@ def reorder(
 
 
 def _stored(index: Index, candidates: Sequence[list[str]], columns: list[str]) -> pa.Table:
-    """Reads the rows of the distinct candidates."""
     item_ids = sorted({item_id for item_ids in candidates for item_id in item_ids})
     stored = [name for name in columns if name in index.schema.names]
     if item_ids:
@@ -306,7 +281,6 @@ def _stored(index: Index, candidates: Sequence[list[str]], columns: list[str]) -
 
 
 def _pairs(candidates: Sequence[list[str]], row_of: Mapping[str, int]) -> torch.Tensor:
-    """Returns (query, row) pairs of all candidates that have a row, (P, 2) int64."""
     pairs = [[q, row_of[i]] for q, ids in enumerate(candidates) for i in ids if i in row_of]
     return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
 

@@ -41,7 +41,7 @@ from pipeline.search.candidates import (
     generator_columns,
     generator_steps,
 )
-from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, pool_rows
+from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
 from pipeline.search.generators.bm25 import Postings, encode
 from pipeline.search.maxsim import maxsim
 from pipeline.search.options import SearchOptions
@@ -50,7 +50,6 @@ from pipeline.search.query import Queries
 from pipeline.search.results import FirstStage, JointScore
 from pipeline.search.scores import Score
 from pipeline.search.selection import Items
-from pipeline.search.top import best_rows, top_rows
 
 #: Number of queries per batch, which bounds the size of the (queries, items) score matrix.
 QUERY_BATCH = 64
@@ -110,10 +109,7 @@ class Ranking:
         return tuple(FirstStage(rank=rank, score=score) for rank, score in numbers)
 
     def _descending_scores(self) -> Sequence[float]:
-        """Returns scores, or descending ranks after reranking.
-
-        Scores of the two stages are not comparable.
-        """
+        """Returns scores, or descending ranks after reranking, which mixes scores of two stages."""
         if self.first_stage is None:
             return self.scores
         return [float(number) for number in range(len(self.scores), 0, -1)]
@@ -134,7 +130,6 @@ class Scorer:
     """Scores the items of an index. Their vectors are opened on first use.
 
     Args:
-        items: Items to score.
         cache: Whether to pack vectors into memory-mapped local files. If False, they are read into
             memory.
         device: "cpu", or a CUDA device that holds the vectors and computes the scores.
@@ -149,7 +144,8 @@ class Scorer:
             devices += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         if device not in devices:
             raise SpecError("device", device, f"one of {', '.join(devices)}", "is not available")
-        self._items, self._cache, self._device = items, cache, device
+        self._items, self._index = items, items.index
+        self._cache, self._device = cache, device
         self._packed: dict[str, PackedVectors] = {}
         self._postings: dict[str, Postings] = {}
         self._uncoded_rows: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
@@ -174,8 +170,8 @@ class Scorer:
         packed = self.vectors(options.column)
         if options.candidates == EXACT:
             return packed.num_vectors
-        info = self._info(options.column)
-        columns = generator_columns(self._items.index, info, options.candidates)
+        info = self._index.representation(options.column)
+        columns = generator_columns(self._index, info, options.candidates)
         members = generator_steps(options.candidates)
         codes = [self.codes(columns[steps[0]]) for steps in members]
         num_candidates = min(len(members) * options.candidates_per_query, len(packed))
@@ -183,25 +179,22 @@ class Scorer:
         return sum(opened.num_vectors for opened in codes) + int(share * packed.num_vectors)
 
     def _columns(self, representation: str, score: Score, candidates: str) -> list[str]:
-        info = self._info(representation)
+        info = self._index.representation(representation)
         columns = [] if score == "single_vector" else [info.column]
         if score != "maxsim" and info.pooled_column:
             columns.append(info.pooled_column)
         if score == FUSED:
             columns.append(self._bm25_column(info))
         if candidates != EXACT:
-            columns += generator_columns(self._items.index, info, candidates).values()
+            columns += generator_columns(self._index, info, candidates).values()
         return columns
 
     def _bm25_column(self, info: RepresentationInfo) -> str:
-        return generator_columns(self._items.index, info, BM25)[BM25]
-
-    def _info(self, representation: str) -> RepresentationInfo:
-        return self._items.index.representation(representation)
+        return generator_columns(self._index, info, BM25)[BM25]
 
     def vectors(self, representation: str) -> PackedVectors:
         """Returns the vectors of a representation. Those of a prefix are a view of its column."""
-        info = self._info(representation)
+        info = self._index.representation(representation)
         packed = self.packed(info.column)
         return packed if info.max_vectors is None else self._prefix(packed, info.max_vectors)
 
@@ -215,7 +208,7 @@ class Scorer:
                     opened._close(column)
 
             self._packed[column] = packed_column(
-                self._items.index,
+                self._index,
                 column,
                 self._items.fragments,
                 cache=self._cache,
@@ -227,16 +220,13 @@ class Scorer:
     def postings(self, column: str) -> Postings:
         """Returns the postings of the items, which are held in memory with 8 bytes per entry."""
         if column not in self._postings:
-            generator = self._items.index.generator(column)
+            generator = self._index.generator(column)
             self._postings[column] = Postings(generator, self._text_codes(column))
         return self._postings[column]
 
     def _text_codes(self, column: str) -> Iterator[pa.Array]:
-        """Yields the codes of the texts of all items in storage order.
-
-        The texts of items that were added since the column was filled are read and encoded.
-        """
-        index = self._items.index
+        """Yields the codes of all texts. Those added since the column was filled are encoded."""
+        index = self._index
         text_column = index.candidates_columns[column].representation
         (field_ids,) = index.field_ids([column]).values()
         for fragment in self._items.fragments:
@@ -248,7 +238,7 @@ class Scorer:
 
     def codes(self, column: str) -> PackedVectors | Postings:
         """Returns the codes or the vectors of a column."""
-        info = self._items.index.candidates_columns.get(column)
+        info = self._index.candidates_columns.get(column)
         is_bm25 = info is not None and info.generator_name == BM25
         return self.postings(column) if is_bm25 else self.packed(column)
 
@@ -262,12 +252,7 @@ class Scorer:
         return [packed.item(row).cpu() for row in rows.tolist()]
 
     def scores_all(self, options: SearchOptions, rows: np.ndarray | None) -> bool:
-        """Checks whether all selected items are scored, instead of the candidates of a generator.
-
-        Args:
-            options: Resolved options of the first stage.
-            rows: Indices of the selected items, or None for all.
-        """
+        """Checks whether all selected items are scored, not only the candidates of a generator."""
         if options.candidates == EXACT:
             return True
         if rows is None:
@@ -279,11 +264,6 @@ class Scorer:
     ) -> list[Ranking]:
         """Finds the k best items for each query. Ties are sorted by item id.
 
-        Args:
-            queries: Queries transformed for the representation.
-            options: Resolved options of the first stage.
-            rows: Ascending indices of the items to score, or None for all.
-
         Raises:
             SpecError: The queries or the representation lack vectors that the score needs.
         """
@@ -292,12 +272,10 @@ class Scorer:
     def rank_part(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> list[Ranking]:
-        """Finds the items that `merge_rankings` needs, which computes fused scores.
-
-        For other scores, these are the k best items.
-        """
-        options.check_vectors(queries, self._info(options.column).pooled_column)
-        options.check_candidates(queries)
+        """Finds the items that `merge_rankings` needs: the k best, or more for fused scores."""
+        options.check_vectors(queries, self._index.representation(options.column).pooled_column)
+        if options.candidates != EXACT:
+            options.check_candidates(queries)
         scores_all = self.scores_all(options, rows)
         rankings = []
         for first in range(0, len(queries), QUERY_BATCH):
@@ -321,7 +299,6 @@ class Scorer:
         options: SearchOptions,
         rows: np.ndarray | None,
     ) -> list[Ranking]:
-        """Ranks the given items for a batch of queries."""
         if options.score == FUSED:
             return self._pools(queries, options, rows)
         order = self._items.id_order
@@ -341,8 +318,7 @@ class Scorer:
     ) -> list[Ranking]:
         """Returns the best items of a batch of queries by each component of the fused score.
 
-        They are not fused yet, since bounds depend on the items of all shards. Their scores are
-        MaxSim scores. Items without vectors are omitted.
+        They are not fused yet, since bounds depend on the items of all shards.
         """
         weights = options.fusion.component_weights
         groups = self._items.parent_codes if options.group_by else None
@@ -356,7 +332,7 @@ class Scorer:
             singles = self._scores(queries, single_options, rows)
             single_QR = singles.single_vector
         if weights.bm25:
-            column = self._bm25_column(self._info(options.column))
+            column = self._bm25_column(self._index.representation(options.column))
             bm25_QR = np.stack(list(self._bm25_scores(column, queries, rows)))
         all_parts = _Scores(scores.maxsim, scores.maxsim, single_QR, bm25_QR)
         pools = []
@@ -375,12 +351,11 @@ class Scorer:
     ) -> list[np.ndarray]:
         """Finds the ascending indices of the candidates of each query in a batch.
 
-        Items that have vectors but no code are candidates of all queries. Items without the vectors
-        that the score needs are no candidates, because they would replace items with a score. If
-        fewer than k items are found, all items are candidates.
+        Items that have vectors but no code are candidates of all queries. If fewer than k items are
+        found, all items are candidates.
         """
-        info = self._info(options.column)
-        columns = generator_columns(self._items.index, info, options.candidates)
+        info = self._index.representation(options.column)
+        columns = generator_columns(self._index, info, options.candidates)
         num = options.candidates_per_query
         found = [np.empty(0, np.int64)] * len(queries)
         for first, *steps in generator_steps(options.candidates):
@@ -441,7 +416,7 @@ class Scorer:
             assert queries.pooled is not None
             tokens = list(queries.pooled[:, None])
         else:
-            fitted = self._items.index.generator(column)
+            fitted = self._index.generator(column)
             transform = fitted.codec.transform_queries
             tokens = [transform(tokens) for tokens in fitted.queries(queries.tokens)]
         items = None if rows is None else torch.from_numpy(rows)
@@ -460,14 +435,7 @@ class Scorer:
             yield scores if rows is None else scores[rows]
 
     def _uncoded(self, column: str, options: SearchOptions) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ascending indices of two kinds of items, which are cached.
-
-        The first have the vectors that the score needs but no code, and the second vice versa.
-
-        Args:
-            column: Column of codes.
-            options: Resolved options of the first stage.
-        """
+        """Returns and caches the items with the score's vectors but no code, and vice versa."""
         score = "maxsim" if options.score == FUSED else options.score
         scored = self._columns(options.column, score, EXACT)
         key = (column, *scored)
@@ -495,7 +463,7 @@ class Scorer:
             if options.score == "maxsim":
                 return _Scores(maxsim_scores.numpy(), maxsim_scores.numpy())
         # The single-vector score is the MaxSim score of one-token queries and one-token items.
-        pooled_column = self._info(options.column).pooled_column
+        pooled_column = self._index.representation(options.column).pooled_column
         assert queries.pooled is not None and pooled_column is not None
         packed = self.packed(pooled_column)
         pooled_scores = _maxsim(list(queries.pooled[:, None]), packed, items)
@@ -510,7 +478,6 @@ class Scorer:
         return _Scores(total.numpy(), maxsim_scores.numpy(), pooled_scores.numpy())
 
     def _ranking(self, best: np.ndarray, scores: _Scores, rows: np.ndarray | None) -> Ranking:
-        """Builds the ranking of a query from the indices of its best scores."""
         best_rows = best if rows is None else rows[best]
         ids = self._items.ids.take(pa.array(best_rows))
         return Ranking(
@@ -533,16 +500,49 @@ class _Scores(NamedTuple):
     bm25: np.ndarray | None = None
 
     def query(self, query: int) -> _Scores:
-        """Returns the scores of one query."""
         parts = [None if part is None else part[query] for part in self[1:]]
         return _Scores(self.total[query], *parts)
 
 
-def fuse(ranking: Ranking, options: SearchOptions) -> Ranking:
-    """Computes the fused scores of the items found by all shards, and returns the k best.
+def top_rows(
+    scores: np.ndarray,
+    rows: np.ndarray | None,
+    order: np.ndarray,
+    k: int,
+    groups: np.ndarray | None = None,
+) -> np.ndarray:
+    """Finds the k best scores or, with groups, the best score of each of the k best groups.
 
-    For other scores, the ranking is returned unchanged.
+    Args:
+        scores: (S,) float. Items with -inf are excluded.
+        rows: (S,) indices of the scored items, or None for all items in order.
+        order: (B,) rank of each item among equal scores.
+        groups: (B,) group of each item, or None without grouping.
+
+    >>> order, groups = np.arange(4), np.array([0, 0, 1, 1])
+    >>> scores = np.array([3.0, 2.0, 1.0, 3.0])
+    >>> top_rows(scores, None, order, 2).tolist(), top_rows(scores, None, order, 3, groups).tolist()
+    ([0, 3], [0, 3])
     """
+    if rows is not None:
+        order = order[rows]
+        groups = None if groups is None else groups[rows]
+    best = scores
+    if groups is not None and len(groups):
+        best = np.full(groups.max() + 1, -np.inf, scores.dtype)
+        np.maximum.at(best, groups, scores)
+    # Sort only scores that can be among the k best.
+    limit = np.partition(best, -k)[-k] if k < len(best) else -np.inf
+    candidates = np.flatnonzero((scores >= limit) & (scores > -np.inf))
+    candidates = candidates[np.lexsort((order[candidates], -scores[candidates]))]
+    if groups is not None:
+        _, first = np.unique(groups[candidates], return_index=True)
+        candidates = candidates[np.sort(first)]
+    return candidates[:k]
+
+
+def fuse(ranking: Ranking, options: SearchOptions) -> Ranking:
+    """Fuses the items found by all shards and returns the k best. Other scores are unchanged."""
     if options.score != FUSED:
         return ranking
     groups = None
@@ -560,7 +560,7 @@ def _maxsim(
     """Computes scores (Q, R) of items, with a pause after about `SLICE_PAIRS` pairs."""
     num_rows = len(packed) if rows is None else len(rows)
     pairs = sum(map(len, queries)) * packed.num_vectors / max(len(packed), 1)  # per item
-    size = max(1, int(SLICE_PAIRS / max(pairs, 1))) if pauses.are_used() else num_rows
+    size = max(1, int(SLICE_PAIRS / max(pairs, 1))) if pauses.action.get() else num_rows
     if num_rows <= size:
         return maxsim(queries, packed, rows=rows).cpu()
     rows = torch.arange(num_rows) if rows is None else rows

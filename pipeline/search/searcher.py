@@ -11,10 +11,9 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.search.candidates import EXACT
 from pipeline.search.describe import describe
-from pipeline.search.options import SearchOptions
+from pipeline.search.options import SearchOptions, representation_info
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import AnyQueries, AnyQuery, Queries, QueryEncoders
-from pipeline.search.representations import representation_info
 from pipeline.search.results import Hit
 from pipeline.search.score import Ranking, Scorer
 from pipeline.search.scores import Score
@@ -112,10 +111,7 @@ class Searcher:
     def search_with(
         self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None = None
     ) -> list[list[Hit]]:
-        """Returns the hits of each query.
-
-        See `search`.
-        """
+        """Returns the hits of each query. See `search`."""
         options = options.resolve(self.index)
         encoded, rankings = self._rank(queries, options, reranker)
         explain = options.explain is not None
@@ -148,10 +144,7 @@ class Searcher:
     def rank_with(
         self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None = None
     ) -> list[Ranking]:
-        """Returns the ranking of each query.
-
-        See `rank`.
-        """
+        """Returns the ranking of each query. See `rank`."""
         return self._rank(queries, options.resolve(self.index), reranker)[1]
 
     def hits(
@@ -182,10 +175,7 @@ class Searcher:
         return self.encoders.encoder(self.representation(representation).name)
 
     def representation(self, name: str | None = None) -> RepresentationInfo:
-        """Returns the metadata of a representation.
-
-        See `representation_info`.
-        """
+        """Returns the metadata of a representation. See `representation_info`."""
         return representation_info(self.index, name)
 
     def load(

@@ -23,7 +23,6 @@ class Items:
     """Items of an index, or of one of its shards, in storage order.
 
     Args:
-        index: Open version of an index.
         shard: (i, n) for shard i of n, or None for all items.
     """
 
@@ -58,11 +57,7 @@ class Items:
         return codes.to_numpy().astype(np.int64)
 
     def select(self, options: SearchOptions) -> np.ndarray | None:
-        """Selects items. Returns their indices in ascending order, or None if all are selected.
-
-        Raises:
-            SpecError: The filter is invalid.
-        """
+        """Selects items. Returns their indices in ascending order, or None if all are selected."""
         rows = None if options.filter is None else self._filtered_rows(options.filter)
         return self.restrict(rows, options)
 
@@ -89,14 +84,7 @@ class Items:
         return self._filtered.get(filter)
 
     def cache_rows(self, filter: str, item_ids: pa.ChunkedArray) -> np.ndarray:
-        """Caches and returns the ascending indices of the items that satisfy a filter.
-
-        Entries stay valid because a version of an index is immutable.
-
-        Args:
-            filter: SQL condition on the item columns.
-            item_ids: Output of `matching_ids` for the filter.
-        """
+        """Caches and returns the ascending rows of items, valid as a version is immutable."""
         rows = np.flatnonzero(pc.is_in(self.ids["item_id"], value_set=item_ids).to_numpy())
         while len(self._filtered) >= CACHED_FILTERS:
             self._filtered.pop(next(iter(self._filtered)), None)
@@ -104,11 +92,6 @@ class Items:
         return rows
 
     def num_known(self, ids: Sequence[str], field: str) -> int:
-        """Counts how many different ids of a list occur in the index.
-
-        Args:
-            ids: Ids of items or parents.
-            field: "ids" for items, "parents" for parents.
-        """
+        """Counts the different ids of items ("ids") or parents ("parents") that the index has."""
         distinct = pc.unique(pa.array(ids, pa.string()))
         return pc.sum(pc.is_in(distinct, value_set=self.ids[ID_COLUMNS[field]])).as_py() or 0

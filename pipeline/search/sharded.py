@@ -32,14 +32,10 @@ class ShardedSearcher(Searcher):
     restarted, and their calls are repeated. The context manager terminates the actors on exit.
 
     Args:
-        uri: URI of an index that all machines of the cluster can read.
-        version: Lance version. Defaults to the newest.
         num_shards: Number of shards of about equal size, at least 1. Shards consist of whole Lance
             fragments. Empty shards have no actor.
         num_cpus: Number of CPUs per actor.
         num_gpus: Number of GPUs per actor. Defaults to 0 if `device` is "cpu", otherwise 1.
-        cache: See `open_index`. The files are on the machines of the actors.
-        device: See `open_index`.
         max_restarts: Maximum number of restarts per actor.
         start_timeout_s: Maximum time until all actors are ready, in seconds.
 
@@ -102,8 +98,6 @@ class ShardedSearcher(Searcher):
 
 
 class _Shard:
-    """Actor with the scorer of one shard."""
-
     def __init__(self, uri: str, version: int, shard: tuple[int, int], cache: bool, device: str):
         self._scorer = Scorer(Items(Index(uri, version), shard), cache=cache, device=device)
 
@@ -126,10 +120,7 @@ class ShardedScorer(Scorer):
     """Scorer that distributes the items over actors. Each actor holds one shard.
 
     Args:
-        items: Items of all shards.
-        actors: Actor handles in shard order.
         sizes: Number of items per shard.
-        cache: See `Scorer`.
     """
 
     def __init__(self, items: Items, actors: list[Any], sizes: list[int], *, cache: bool):
@@ -146,7 +137,7 @@ class ShardedScorer(Scorer):
     ) -> list[Ranking]:
         """Finds the k best items for each query. All actors work in parallel."""
         # Also checked here, because Ray prints errors of actors whose results are not awaited.
-        options.check_vectors(queries, self._info(options.column).pooled_column)
+        options.check_vectors(queries, self._index.representation(options.column).pooled_column)
         options.check_candidates(queries)
         queries_ref = ray.put(queries)
         scoring = options.without_selection()  # replaced by `rows`
@@ -163,10 +154,7 @@ class ShardedScorer(Scorer):
         ]
 
     def _split(self, rows: np.ndarray | None) -> list[np.ndarray | None]:
-        """Splits indices by shard and makes them relative to its first item.
-
-        None means all items.
-        """
+        """Splits indices by shard, relative to its first item. None means all items."""
         if rows is None:
             return [None] * len(self._firsts)
         parts = np.split(rows, np.searchsorted(rows, self._firsts[1:]))
@@ -224,10 +212,7 @@ def actor_resources(num_actors: int, device: str) -> ActorResources:
     """Returns the resources per actor.
 
     On a local cluster the actors share the resources of the machine. On a cluster given by
-    `RAY_ADDRESS` each actor requires the default of one CPU and GPU and waits for them.
-
-    Raises:
-        SpecError: The device requires a GPU and the machine has none.
+    `RAY_ADDRESS` each actor requires one CPU and GPU, the default, and waits for them.
     """
     if os.environ.get("RAY_ADDRESS"):
         return {}

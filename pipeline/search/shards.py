@@ -19,7 +19,6 @@ def merge_rankings(rankings: Sequence[Ranking], options: SearchOptions) -> Ranki
 
     Args:
         rankings: Output of `Scorer.rank_part` of each shard, with `rows` counted over all shards.
-        options: Options of the search; `k`, `group_by`, `score` and `fusion` are used.
 
     >>> first = Ranking(["b", "d"], ["p", "q"], [3.0, 1.0], np.array([0, 1]))
     >>> second = Ranking(["a", "c"], ["q", "p"], [3.0, 2.0], np.array([2, 3]))
@@ -45,10 +44,6 @@ def merge_rankings(rankings: Sequence[Ranking], options: SearchOptions) -> Ranki
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:
-    """Concatenates arrays or lists.
-
-    Returns None if they are None.
-    """
     if parts[0] is None:
         return None
     return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else list(chain(*parts))

@@ -1,8 +1,6 @@
 """Vectors that the open versions of an index share.
 
-The vectors of a fragment never change. Versions of an index that are open in the same process
-therefore share the storages of the fragments that they have in common. They differ in the documents
-that are live, and in the fragments that only one of them contains.
+The vectors of a fragment never change, so that open versions of an index share them.
 """
 
 from __future__ import annotations
@@ -34,9 +32,6 @@ class Storage:
     def find(self, rows: np.ndarray) -> np.ndarray | None:
         """Returns the indices of the documents in the given rows. None if one of them is missing.
 
-        Args:
-            rows: (L,) int64, ascending rows of the fragment.
-
         >>> storage = Storage({}, torch.tensor([3, 1, 2]), np.array([0, 2, 5]))
         >>> storage.find(np.array([2, 5])), storage.find(np.array([1, 2]))
         (array([1, 2]), None)
@@ -53,10 +48,7 @@ StorageT = TypeVar("StorageT", bound=Storage)
 
 
 class SharedStorages(Generic[StorageT]):
-    """Storages in use, by keys that determine their contents.
-
-    It holds weak references, so the memory of a storage is released with its last user.
-    """
+    """Storages in use by key. Weak references release a storage with its last user."""
 
     def __init__(self) -> None:
         self._storages: WeakValueDictionary[Hashable, StorageT] = WeakValueDictionary()
@@ -75,8 +67,6 @@ class SharedStorages(Generic[StorageT]):
         """Returns the storage with a key. It is created once, even if several threads need it.
 
         Args:
-            key: Hashable key. Access to other keys is not blocked meanwhile.
-            create: Creates the storage.
             is_usable: Checks the storage in use. If False, a new one replaces it for later calls.
         """
         with self._lock:

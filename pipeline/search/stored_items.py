@@ -39,10 +39,7 @@ class StoredItem:
     num_tokens: int | None
 
     def value(self, column: str | None) -> Any:
-        """Returns the value of a column.
-
-        Returns None if the column is missing or the value is null.
-        """
+        """Returns the value of a column, or None if it is missing or null."""
         return self.row[column][0].as_py() if column in self.row.column_names else None
 
     def vectors(self, index: Index) -> np.ndarray:
@@ -51,14 +48,7 @@ class StoredItem:
         return codec.decode(self.row[info.column], info.dim)[0].astype(np.float32)
 
     def assigned_vectors(self, stored_ND: np.ndarray) -> np.ndarray:
-        """Returns the vector that each input token is assigned to, -1 for none: (T,).
-
-        Args:
-            stored_ND: All stored vectors of the column.
-
-        Raises:
-            SpecError: The index does not store the assignment of tokens to vectors.
-        """
+        """Returns the vector that each input token is assigned to, -1 for none: (T,)."""
         info, num_tokens = self.info, self._require_positions()
         if info.is_uncompressed:
             return np.arange(num_tokens)
@@ -93,11 +83,7 @@ class StoredItem:
 
 
 def read_stored_item(index: Index, item_id: str, info: RepresentationInfo) -> StoredItem:
-    """Reads the columns of an item that belong to a representation.
-
-    Raises:
-        SpecError: The item does not exist or has no vectors in the representation.
-    """
+    """Reads the columns of an item that belong to a representation."""
     names = index.schema.names
     columns = [*info.positions.values(), info.assignment_column, info.column, info.text_column]
     if info.pooled_column is not None:
@@ -121,10 +107,8 @@ def token_vectors(
     A merged vector does not tell which of its words matches a query; the vectors of the words do.
 
     Args:
-        index: Index of the items.
         info: Representation. The result is empty unless its vectors represent several tokens, and
             the index also has an uncompressed representation of the same tokens.
-        item_ids: Ids of the items. Those without such vectors are omitted.
     """
     tokens = next(
         (
@@ -161,9 +145,6 @@ def stored_query(
     single vector.
 
     Args:
-        index: Index of the item.
-        item_id: Id of the item.
-        representation: Name of the representation that provides the vectors.
         box: x0, y0, x1, y1 in [0, 1]. Selects the vectors of tokens whose centre is in the box.
         times: Start and end in seconds of the parent. Selects the vectors of tokens that overlap
             with the interval.

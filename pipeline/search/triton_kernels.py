@@ -231,14 +231,10 @@ def _kernel(
         lengths: (S,) int64, number of tokens per document.
         out: Scores (Q, B) with row stride `out_stride`, or similarities (B, M) with BEST.
         index: (B, M) int32 best tokens, written with BEST.
-        num_docs: Number B of documents to score.
-        num_panels: Number of panels.
         group: Number of documents per program.
         half: Offset from the high to the low part of a query token, in elements.
         out_stride: Stride between the rows of `out`, in elements.
-        DIM: Dimension D of the vectors.
         ROW: Width of a row of `values`.
-        KIND: Number of the codec, see `_kind`.
         BITS: Bits per dimension of binary and residual vectors.
         NORMALISED: Whether decoded residuals are scaled to unit length.
         PAIR: Whether a query token is a pair of bfloat16, high + low.
@@ -349,14 +345,7 @@ class _Panels:
     def pack(
         cls, query_MD: torch.Tensor, pieces: tuple[np.ndarray, ...], layout: _Layout
     ) -> _Panels:
-        """Packs query chunks in order.
-
-        Args:
-            query_MD: float32, query tokens.
-            pieces: Row of the scores, first token and number of tokens of each of P chunks, (P,)
-                int64 each.
-            layout: Data type and block sizes.
-        """
+        """Packs chunks, given as score row, first token and number of tokens (P,) int64 each."""
         rows_P, firsts_P, counts_P = pieces
         size, device = layout.panel, query_MD.device
         aligned_P = -(-counts_P // ALIGN) * ALIGN
@@ -403,8 +392,6 @@ def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Data type and block sizes of a launch."""
-
     kind: int
     dim: int
     dtype: torch.dtype
@@ -415,7 +402,6 @@ class _Layout:
 
     @classmethod
     def choose(cls, segment: Segment, num_tokens: int) -> _Layout:
-        """Chooses the layout for a segment and the total number of query tokens."""
         kind, values = _kind(segment), _values(segment)
         dtype = values.dtype if kind in (_NUMBERS, _INT8) else torch.float16
         decoded = kind in (_BINARY, _RESIDUAL)
@@ -461,7 +447,6 @@ def _kind(segment: Segment) -> int:
 
 
 def _values(segment: Segment) -> torch.Tensor:
-    """Returns the part of a segment that contains values, residuals or bits."""
     parts = segment.parts
     return next(parts[name] for name in ("values", "residuals", "bits") if name in parts)
 
@@ -488,16 +473,7 @@ def score(
     out_QB: torch.Tensor,
     level: str,
 ) -> None:
-    """Writes the MaxSim scores of Q queries. Documents without tokens have the score -inf.
-
-    Args:
-        query_MD: float32, concatenated tokens of all queries.
-        query_lengths: (Q,) int64, number of tokens per query.
-        packed: Documents that `can_score` supports.
-        rows: Ascending indices of the documents to score, or None for all.
-        out_QB: float32 output, contiguous along B, which ranges over the selected documents.
-        level: "triton".
-    """
+    """Writes the MaxSim scores of Q queries. Documents without tokens have the score -inf."""
     assert level == "triton"
     counts = query_lengths.tolist()
     aligned = sum(-(-count // ALIGN) * ALIGN for count in counts)
@@ -516,8 +492,7 @@ def score(
 def _pack(query_MD: torch.Tensor, counts: list[int], layout: _Layout) -> list[_Panels]:
     """Packs queries into panels, one element per launch.
 
-    The first launch contains the first piece of each query, of at most a panel. Later launches
-    contain the following pieces of longer queries.
+    A launch has the next piece, of at most a panel, of each query that has one left.
     """
     counts_Q = np.array(counts, dtype=np.int64)
     rows_P, firsts_P, counts_P = np.arange(len(counts)), counts_Q.cumsum() - counts_Q, counts_Q
@@ -536,12 +511,6 @@ def best(
     query_MD: torch.Tensor, packed: PackedVectors, rows: torch.Tensor, level: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Finds the document token that matches each query token best, for every document.
-
-    Args:
-        query_MD: float32, query tokens.
-        packed: Documents that `can_score` supports.
-        rows: (R,) int64, ascending indices of the documents.
-        level: "triton".
 
     Returns:
         Similarities (R, M) float32 and indices (R, M) int32 of the best tokens in their document.
@@ -576,7 +545,6 @@ def _launch(
     *,
     add: bool = False,
 ) -> None:
-    """Launches the kernel for panels of queries and the documents of a segment."""
     num_docs = len(segment.lengths) if documents is None else len(documents)
     if not num_docs:
         return
@@ -675,10 +643,7 @@ def _run_first(
 def _autotune(
     schedules: Sequence[tuple[int, int]], run: Callable[[tuple[int, int]], None]
 ) -> tuple[int, int]:
-    """Returns the fastest schedule.
-
-    The scores that it writes are overwritten later.
-    """
+    """Returns the fastest schedule. The scores that it writes are overwritten later."""
     seconds = {}
     for schedule in schedules:
         try:

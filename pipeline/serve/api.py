@@ -48,17 +48,12 @@ class Application(FastAPI):
 
 
 def _operation_id(route: APIRoute) -> str:
-    """Returns the id that FastAPI assigns, with the method GET for GET and HEAD."""
     method = min(route.methods or ["GET"]).lower()
     return re.sub(r"\W", "_", f"{route.name}{route.path_format}_{method}")
 
 
 def create_app(create_gateway: Callable[[], Awaitable[Gateway]]) -> FastAPI:
-    """Returns the HTTP application.
-
-    Args:
-        create_gateway: Creates the gateway when the application starts.
-    """
+    """Returns the HTTP application, which creates its gateway when it starts."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -36,7 +36,6 @@ class Ingress:
     """Deployment of the gateway.
 
     Args:
-        settings: Settings of the server.
         stages: Handles of the stages, or None to run them in this process.
         evaluator: Handle of the evaluator, if there is one.
         limiter: Handle of the rate limiter that the gateways share, or None for one gateway.
@@ -83,9 +82,6 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
     Args:
         settings: Settings of the server. Ray passes them from a YAML file or from the command line.
             The latter may contain dotted names.
-
-    Raises:
-        SpecError: They are invalid.
     """
     if not isinstance(settings, ServeSpec):
         settings = _parse_settings(settings)
@@ -118,10 +114,6 @@ async def drain(application: str, timeout_s: float) -> None:
 
     Call this function before shutting down the application. Otherwise, Ray stops all deployments at
     the same time, including stages that the requests in progress still need.
-
-    Args:
-        application: Name of the application.
-        timeout_s: Time limit, in seconds.
     """
     handle = serve.get_app_handle(application)
     await handle.broadcast("drain").results_async(timeout_s=timeout_s, return_exceptions=True)

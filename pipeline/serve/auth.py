@@ -23,7 +23,6 @@ class Auth:
     """Authenticates requests by their access keys and limits the rate of each key.
 
     Args:
-        settings: Settings of the server.
         limiter: Rate limiter that the gateways share, or None if there is only one gateway.
 
     Attributes:
@@ -37,11 +36,7 @@ class Auth:
         self.has_keys = self._keys is not None
 
     def key(self, request: Request) -> Key:
-        """Returns the access key of a request.
-
-        Raises:
-            ApiError: The request has no valid access key.
-        """
+        """Returns the access key of a request, which must be valid."""
         if self._keys is None:
             _check_local(request)
             return ANONYMOUS
@@ -59,22 +54,18 @@ class Auth:
         return key
 
     async def limit(self, key: Key) -> None:
-        """Counts a request towards the rate limit of a key.
-
-        Raises:
-            ApiError: The rate limit is exceeded.
-        """
+        """Counts a request towards the rate limit of a key."""
         if delay_s := await self._rates.acquire(key):
             message = f"the key {key.name} has sent too many requests"
             raise ApiError("rate_limited", message, retry_after=delay_s)
 
 
 def _check_local(request: Request) -> None:
-    """Raises `ApiError` unless a request was sent from this machine and is addressed to it.
+    """Rejects requests from or for other machines.
 
-    The address of the sender is not sufficient for this check. A proxy on this machine may forward
-    external requests, which it marks by headers. A web page that is open in a browser on this
-    machine may use a foreign host name that resolves to this machine (DNS rebinding).
+    The address of the sender is not sufficient: a proxy on this machine marks forwarded requests by
+    headers, and a web page in a browser may use a foreign host name that resolves to this machine
+    (DNS rebinding).
     """
     server = (request.scope.get("server") or ("",))[0]
     client = (request.scope.get("client") or ("",))[0]

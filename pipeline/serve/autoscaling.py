@@ -47,12 +47,6 @@ class QueueingDelayPolicy:
     ) -> int:
         """Returns the desired number of replicas.
 
-        Args:
-            num_running: Number of replicas.
-            delay_s: Mean queueing delay, in seconds.
-            utilisation: Sum of the fractions of time in which the replicas are busy.
-            is_full: Whether calls wait that no replica has accepted.
-
         >>> policy = QueueingDelayPolicy(target_s=0.1)
         >>> policy.num_replicas(4, 0.15, 3.9), policy.num_replicas(4, 2.0, 4.0)
         (6, 8)

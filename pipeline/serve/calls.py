@@ -50,10 +50,7 @@ class Method(Protocol):
 
 
 class Handle(Protocol):
-    """Protocol of a handle of a stage, whose attributes are the methods of the stage.
-
-    It is a deployment handle, or a `LocalHandle`.
-    """
+    """Deployment handle or `LocalHandle` of a stage, whose attributes are its methods."""
 
     def __getattr__(self, method: str) -> Method: ...
 
@@ -66,15 +63,10 @@ StageT = TypeVar("StageT")
 
 @dataclass(frozen=True)
 class Stages(Generic[StageT]):
-    """Stages of the application. They are bound applications, which Ray replaces with handles.
+    """Stages of the application.
 
-    Attributes:
-        encoder: The query encoder.
-        searchers: The shards of each index, in order. Before `with_shards`, an index with gangs
-            has one deployment of all shards.
-        rerankers: The reranker of each index.
-        edjes: The joint encoder of each index that is served with an EDJE.
-        library: The stage that reads items and previews.
+    They are bound applications, which Ray replaces with handles. Before `with_shards`, an index
+    with gangs has one deployment of all its `searchers`.
     """
 
     encoder: StageT
@@ -108,7 +100,6 @@ class StageClient:
     """Client of the stages.
 
     Args:
-        stages: Handles of the stages.
         count: Called with "retry" and the name of the stage before a retry.
     """
 
@@ -118,12 +109,6 @@ class StageClient:
 
     async def call(self, stage: str, caller: Caller, method: Method, *arguments: Any) -> Any:
         """Calls a method of a stage and returns its result. Retries once if the replica dies.
-
-        Args:
-            stage: Name of the stage in errors and metrics.
-            caller: The access key and the time limit.
-            method: Method of the handle of the stage.
-            arguments: Arguments of the method. The caller, with the remaining time, is appended.
 
         Raises:
             ApiError: The request is invalid, or the stage is overloaded, unavailable or too slow.
@@ -154,11 +139,7 @@ class StageClient:
         raise AssertionError
 
     async def check(self) -> None:
-        """Checks that all stages respond. Concurrent checks share one call per stage.
-
-        Raises:
-            ApiError: A stage does not respond.
-        """
+        """Checks that all stages respond. Concurrent checks share one call per stage."""
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._check())
         await asyncio.shield(self._checking)
@@ -171,10 +152,7 @@ class StageClient:
 
 
 async def cancellable(response: Response) -> Any:
-    """Awaits a response.
-
-    If the awaiting task is cancelled, the call to the stage is cancelled, too.
-    """
+    """Awaits a response. If the awaiting task is cancelled, so is the call to the stage."""
     try:
         return await response
     except asyncio.CancelledError:

@@ -54,8 +54,6 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class _Call(Generic[ResponseT]):
-    """A request and the schema of its response."""
-
     method: str
     path: str
     schema: type[ResponseT]
@@ -64,7 +62,6 @@ class _Call(Generic[ResponseT]):
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments for `httpx2.Client.request`."""
         parameters = {name: value for name, value in self.parameters.items() if value is not None}
         arguments: dict[str, Any] = {"method": self.method, "url": self.path, "params": parameters}
         arguments["headers"] = dict(self.headers)
@@ -129,7 +126,6 @@ def _file(name: str, path: str) -> _Call[wire.Response]:
 
 
 def _query(query: AnyQuery) -> wire.Query:
-    """Converts a query to its HTTP representation."""
     if isinstance(query, str | wire.Vectors | wire.Image | wire.StoredItem):
         return query
     if isinstance(query, bytes):
@@ -141,16 +137,10 @@ def _query(query: AnyQuery) -> wire.Query:
 
 
 def _quoted(item_id: str) -> str:
-    """Returns an id as one segment of a URL."""
     return quote(item_id, safe="")
 
 
 def _read(response: httpx2.Response, schema: type[ResponseT]) -> ResponseT:
-    """Parses the body of a response.
-
-    Raises:
-        ServerError: The body does not have the expected schema.
-    """
     try:
         return schema.model_validate_json(response.content)
     except ValidationError as error:
@@ -173,14 +163,12 @@ def raise_for_error(response: httpx2.Response) -> None:
 
 
 def _is_retryable(response: httpx2.Response) -> bool:
-    """Checks whether a request should be retried after the given response."""
     # Ray's proxy sends a 500 without a JSON error if the replica dies during the request.
     is_proxy_error = response.status_code == 500 and not _is_api_error(response)
     return response.status_code in RETRIED_STATUSES or is_proxy_error
 
 
 def _is_api_error(response: httpx2.Response) -> bool:
-    """Checks whether a response contains an error of the API."""
     try:
         return bool(wire.ErrorResponse.model_validate_json(response.content))
     except ValidationError:

@@ -29,10 +29,7 @@ def preview_tag(served: Served, *parts: object) -> str:
 
 
 def is_current(request: Request, etag: str) -> bool:
-    """Checks whether the client has the current version of a resource.
-
-    A tag matches regardless of the prefix `W/`, which proxies add when they compress a response.
-    """
+    """Checks whether a client has the current version. Proxies that compress add `W/`."""
     header = request.headers.get("if-none-match", "")
     tags = [tag.strip().removeprefix("W/") for tag in header.split(",")]
     return etag in tags or "*" in tags
@@ -44,10 +41,9 @@ def not_modified(etag: str, headers: dict[str, str]) -> Response:
 
 
 def requested_range(request: Request) -> ByteRange | None:
-    """Returns the requested range of bytes, or None if the whole file is requested.
+    """Returns the requested range of bytes, or None for the whole file.
 
-    Several ranges, other units and malformed ranges are ignored, as the standard permits, and
-    ranges of requests other than GET, as it requires.
+    Several ranges, other units and malformed ranges are ignored, as the standard permits.
     """
     header = request.headers.get("range", "") if request.method == "GET" else ""
     found = re.fullmatch(r"bytes=(\d*)-(\d*)", header.strip().lower())

@@ -34,24 +34,11 @@ class Place(Protocol[StageT]):
     def __call__(
         self, stage: type, name: str, scale: Scale, *arguments: Any, gang_size: int = 1
     ) -> StageT:
-        """Returns the placed stage.
-
-        Args:
-            stage: Class of the stage.
-            name: Name of its deployment.
-            scale: Settings of its deployment.
-            arguments: Arguments of its constructor.
-            gang_size: Number of replicas that are scheduled together.
-        """
+        """Returns the placed stage. The replicas of a gang are scheduled together."""
 
 
 def create_stages(settings: ServeSpec, place: Place[StageT]) -> Stages[StageT]:
-    """Places all stages of a server.
-
-    Args:
-        settings: Settings of the server.
-        place: Places a stage.
-    """
+    """Places all stages of a server."""
     timeouts, searcher, reranker = settings.timeouts, settings.searcher, settings.reranker
     searchers, rerankers, edjes = {}, {}, {}
     for name, served in settings.indexes.items():
@@ -77,24 +64,16 @@ def create_stages(settings: ServeSpec, place: Place[StageT]) -> Stages[StageT]:
 def bind_stage(
     stage: type, name: str, scale: Scale, *arguments: Any, drain_s: float, gang_size: int = 1
 ) -> Any:
-    """Returns a stage as an application, which Ray replaces by a handle of its deployment.
-
-    See `Place` and `deployment` for the arguments.
-    """
+    """Returns a stage as an application, which Ray replaces by a handle of its deployment."""
     return deployment(stage, name, scale, drain_s, gang_size).bind(*arguments)
 
 
 def deployment(
     stage: type, name: str, scale: Scale, drain_s: float, gang_size: int = 1
 ) -> serve.Deployment:
-    """Returns the deployment of a stage with the replicas and resources from the settings.
+    """Returns the deployment of a stage, which has `drain_s` seconds to shut down a replica.
 
-    Args:
-        stage: Class of the stage.
-        name: Name of the deployment.
-        scale: Settings of the deployment. Its replicas are gangs if `gang_size` is more than 1.
-        drain_s: Time limit for shutting down a replica, in seconds.
-        gang_size: Number of replicas that are scheduled together.
+    Its replicas are gangs if `gang_size` is more than 1.
     """
     num_replicas: int | str = scale.num_replicas * gang_size
     autoscaling: dict[str, Any] | None = None

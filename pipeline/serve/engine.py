@@ -81,14 +81,8 @@ class Engine:
     time fairly between keys.
 
     Args:
-        settings: Settings of the server.
-        stages: Handles of the stages.
         observe: Called with the name and the duration, in seconds, of each stage of a request.
         count: Called with an event ("retry", "degraded" or "reload_failed") and its stage.
-
-    Attributes:
-        indexes: Served version of each index.
-        calls: Client of the stages.
     """
 
     def __init__(
@@ -111,14 +105,7 @@ class Engine:
         timer: Timer,
         key: str,
     ) -> tuple[list[list[Hit]], bool, list[str]]:
-        """Searches with each query.
-
-        Returns:
-            The hits of each query, whether they are reranked, and warnings.
-
-        Raises:
-            ApiError: The request is invalid, or a stage failed.
-        """
+        """Returns the hits of each query, whether they are reranked, and warnings."""
         rerank = options.rerank
         uses_edje = rerank is not None and rerank.method == "edje"
         if uses_edje:
@@ -158,11 +145,7 @@ class Engine:
     async def encode(
         self, served: Served, queries: Sequence[wire.Query], representation: str, key: str
     ) -> list[Queries]:
-        """Encodes queries for a representation and returns one `Queries` object per query.
-
-        Raises:
-            ApiError: A query is invalid, or the encoder does not support its kind.
-        """
+        """Encodes queries for a representation and returns one `Queries` object per query."""
         info = served.representation(representation)
         try:
             read = [await asyncio.to_thread(read_query, query, info) for query in queries]
@@ -190,7 +173,6 @@ class Engine:
     async def _stored_query(
         self, served: Served, query: wire.StoredItem, representation: str, key: str
     ) -> Queries:
-        """Returns the stored vectors of an item as a query."""
         caller = Caller(key, self.settings.timeouts.encode_s)
         arguments = query.item, representation, query.box, query.times
         return await self.calls.call(
@@ -217,7 +199,6 @@ class Engine:
     async def _rank(
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
     ) -> list[Ranking]:
-        """Ranks the items of all shards and merges the rankings of each query."""
         caller = Caller(key, self.settings.timeouts.search_s)
         by_shard = await gather_or_cancel(
             self.calls.call("search", caller, shard.rank, served.edition, encoded, options)
@@ -240,7 +221,6 @@ class Engine:
         options: SearchOptions,
         key: str,
     ) -> list[Ranking]:
-        """Reranks the results of each query and returns the k best items."""
         assert options.rerank is not None
         if options.rerank.method == "edje":
             return await self._rerank_by_edje(served, queries, rankings, options, key)
@@ -284,10 +264,7 @@ class Engine:
         item_ids: Sequence[str],
         key: str,
     ) -> dict[str, float]:
-        """Computes exact MaxSim scores of items and returns them in descending order.
-
-        Items without vectors are omitted.
-        """
+        """Returns exact MaxSim scores in descending order. Items without vectors are omitted."""
         encoded = await self.encode(served, [query], representation, key)
         (scores,) = await self._score(served, encoded, representation, [item_ids], key)
         return scores
@@ -300,7 +277,6 @@ class Engine:
         item_ids: Sequence[Sequence[str]],
         key: str,
     ) -> list[dict[str, float]]:
-        """Computes exact MaxSim scores of the given items for each query."""
         unique = [tuple(dict.fromkeys(ids)) for ids in item_ids]
         options = [
             SearchOptions(representation=representation, k=max(len(ids), 1), ids=ids)
@@ -320,10 +296,9 @@ class Engine:
     async def score_by_edje(
         self, served: Served, query: wire.Query, item_ids: Sequence[str], key: str
     ) -> tuple[dict[str, float], list[str]]:
-        """Computes EDJE's logits of the items that it can read. Returns them sorted, with warnings.
+        """Computes EDJE's logits of the items that it can read.
 
-        Raises:
-            ApiError: The index is served without EDJE, or the query is neither a text nor an image.
+        Returns them sorted, with warnings.
         """
         check_edje(served, [query], "method")
         try:
@@ -396,14 +371,7 @@ class Engine:
         is_dry: bool,
         key: str,
     ) -> dict[str, int]:
-        """Deletes items, and serves the new version.
-
-        Returns:
-            The number of items that were `selected`, are `unknown` and were `deleted`.
-
-        Raises:
-            ApiError: The filter is invalid, or another job is writing to the index.
-        """
+        """Deletes items and serves the new version. Returns the numbers of items by outcome."""
         caller = Caller(key, self.settings.timeouts.delete_s)
         arguments = served.name, item_ids, filter, is_dry
         try:
@@ -434,20 +402,12 @@ class Engine:
         width: int | None,
         key: str,
     ) -> tuple[bytes, str]:
-        """Returns the image or audio of an item as an encoded file, with its media type.
-
-        Raises:
-            ApiError: The item has no preview, or its file is no longer available.
-        """
+        """Returns the image or audio of an item as an encoded file, with its media type."""
         preview = self._stages.library.preview
         return await self._read_file(served, preview, key, item_id, media, seconds, width)
 
     async def media(self, served: Served, item_id: str, range: ByteRange, key: str) -> MediaPart:
-        """Returns a part of the file of an item.
-
-        Raises:
-            ApiError: The item has no file, or its file is no longer available.
-        """
+        """Returns a part of the file of an item."""
         return await self._read_file(served, self._stages.library.media, key, item_id, range)
 
     async def _read_file(self, served: Served, method: Method, key: str, *arguments: Any) -> Any:
@@ -463,10 +423,7 @@ class Engine:
 
 
 def _reorder(ranking: Ranking, scores: Mapping[str, float], k: int) -> Ranking:
-    """Returns the k best items by the scores of the second stage.
-
-    Items without a score are omitted.
-    """
+    """Returns the k best items by the second stage, which omits items without a score."""
     scored = [i for i, item_id in enumerate(ranking.item_ids) if item_id in scores]
     order = sorted(scored, key=lambda i: (-scores[ranking.item_ids[i]], ranking.item_ids[i]))[:k]
     best = replace(ranking, first_stage=ranking.ranks()).take(order)
@@ -477,6 +434,5 @@ def _reorder(ranking: Ranking, scores: Mapping[str, float], k: int) -> Ranking:
 
 
 def _shard_ranking(ranking: Ranking, positions: Sequence[int]) -> Ranking:
-    """Returns the items at the given positions of a ranking. Rows are relative to their shard."""
     selected = ranking.take(positions)
     return replace(selected, rows=selected.rows % SHARD_ROWS)

@@ -42,9 +42,6 @@ class ApiError(Exception):
 
     Args:
         code: Error code, which determines the HTTP status.
-        message: Error message.
-        field: Name of the invalid field of the request.
-        retry_after: Value of the `Retry-After` header, in seconds.
     """
 
     def __init__(
@@ -93,9 +90,8 @@ def error_response(request: Request, error: ApiError) -> JSONResponse:
 def from_spec_error(error: SpecError) -> ApiError:
     """Converts a `SpecError` to an error of the API.
 
-    The arguments of a searcher have the same names as the fields of a request, so the field can be
-    reported unchanged. Paths of the server are removed from the message. Errors in the settings or
-    files of the server are reported without details.
+    Fields have the same names as the arguments of a searcher. Paths of the server are removed from
+    the message, and errors in its settings or files are reported without details.
     """
     field = error.field
     if field == "documents":

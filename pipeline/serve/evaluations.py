@@ -8,8 +8,8 @@
              /out/           results, and the cache entries from which a restart resumes
           /NAME/             output of a run of `jobs.evaluate` on a served index, which is listed
 
-The gateway writes requests and reads states. A single `Evaluator` runs `maxray evaluate`
-for one evaluation at a time. Both restart independently because all state is in the folder.
+The gateway writes requests and reads states. A single `Evaluator` runs one evaluation at a time.
+Both restart independently because all state is in the folder.
 """
 
 from __future__ import annotations
@@ -72,11 +72,7 @@ TERMINATION_SECONDS = 20
 
 
 class EvaluationStore:
-    """Evaluations stored in a folder.
-
-    Args:
-        settings: Settings of the server. Their folder of evaluations must be local or mounted.
-    """
+    """Evaluations stored in a folder, which must be local or mounted."""
 
     def __init__(self, settings: ServeSpec):
         self._settings, self._evaluations = settings, settings.evaluations
@@ -89,11 +85,7 @@ class EvaluationStore:
         """Queues an evaluation and returns its id.
 
         Args:
-            request: The request.
-            index: Name of the index.
-            key: Name of the access key.
-            idempotency: Idempotency key of the request. A repeated request returns the id of the
-                existing evaluation.
+            idempotency: A repeated request with this key returns the id of the existing evaluation.
 
         Raises:
             ApiError: The request is invalid, too many evaluations are queued, or the idempotency
@@ -143,11 +135,7 @@ class EvaluationStore:
         return name
 
     def _existing(self, folder: Path, content: str) -> str:
-        """Looks up the evaluation that was requested with the given idempotency key.
-
-        Raises:
-            ApiError: It was created by a different request.
-        """
+        """Looks up the evaluation with an idempotency key, which must be of the same request."""
         if self._read_file(folder, "request.json")["content"] != content:
             field = "Idempotency-Key"
             message = f"{field} must be unique per request, got the key of evaluation"
@@ -155,7 +143,6 @@ class EvaluationStore:
         return folder.name
 
     def _check(self, request: wire.EvaluationRequest) -> None:
-        """Raises `ApiError` if a request exceeds the limits of the server or has empty queries."""
         limits = self._settings.limits
         if request.k > limits.max_k:
             raise ApiError(
@@ -209,11 +196,7 @@ class EvaluationStore:
         (new / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False), "utf-8")
 
     def evaluation(self, name: str) -> tuple[dict[str, Any], wire.Evaluation]:
-        """Returns the stored request of an evaluation and its representation in the HTTP API.
-
-        Raises:
-            ApiError: The evaluation does not exist.
-        """
+        """Returns the stored request of an evaluation and its representation in the HTTP API."""
         folder = self._path(name)
         if _is_job(folder):
             return self._job(folder)
@@ -237,11 +220,7 @@ class EvaluationStore:
         )
 
     def _job(self, folder: Path) -> tuple[dict[str, Any], wire.Evaluation]:
-        """Returns the evaluation of a job, whose key is None.
-
-        Raises:
-            ApiError: The evaluated index is not served, or the results cannot be read.
-        """
+        """Returns the evaluation of a job, whose key is None."""
         try:
             found = read_results(str(folder), "evaluation")
         except SpecError:
@@ -274,11 +253,7 @@ class EvaluationStore:
         return sorted(created, key=lambda name: (created[name], name), reverse=True)
 
     def file(self, name: str, path: str) -> tuple[bytes, str]:
-        """Returns the content of a file of a finished evaluation, and its media type.
-
-        Raises:
-            ApiError: The evaluation or the file does not exist.
-        """
+        """Returns the content of a file of a finished evaluation, and its media type."""
         folder = self._path(name)
         if path not in _files(folder):
             raise ApiError("not_found", f"unknown file {path!r} of the evaluation")
@@ -299,11 +274,7 @@ class EvaluationStore:
         return data, types.get(path.rpartition(".")[2], "text/plain")
 
     def cancel(self, name: str) -> None:
-        """Cancels a queued or running evaluation.
-
-        Raises:
-            ApiError: The evaluation does not exist or has finished.
-        """
+        """Cancels a queued or running evaluation."""
         folder = self._path(name)
         if _is_job(folder):
             raise ApiError("conflict", "the evaluation is done")
@@ -318,11 +289,7 @@ class EvaluationStore:
             raise _unknown(name) from None
 
     def delete(self, name: str) -> None:
-        """Deletes a finished evaluation.
-
-        Raises:
-            ApiError: The evaluation does not exist or has not finished, or a job created it.
-        """
+        """Deletes a finished evaluation, unless a job created it."""
         folder = self._path(name)
         if _is_job(folder):
             raise ApiError("forbidden", "the output of a job can only be deleted on the server")
@@ -442,10 +409,7 @@ class Evaluator:
             set_state(folder, "failed", error=error)
 
     def _wait(self, process: subprocess.Popen, folder: Path) -> int:
-        """Waits for a process.
-
-        Terminates it if the evaluation is cancelled or the replica shuts down.
-        """
+        """Waits for a process, and terminates it on a cancellation or shutdown."""
         while (code := process.poll()) is None:
             if self._is_stopping.wait(POLL_SECONDS) or (folder / "cancel").exists():
                 process.send_signal(signal.SIGTERM)
@@ -474,11 +438,6 @@ def check_folder(settings: Evaluations) -> None:
 
 
 def _local_folder(settings: Evaluations) -> Path:
-    """Returns the configured folder.
-
-    Raises:
-        SpecError: The folder is not a local path.
-    """
     if is_uri(settings.folder):
         rule = "a local folder that the gateway and the evaluator share"
         raise SpecError("evaluations.folder", settings.folder, rule)
@@ -486,12 +445,6 @@ def _local_folder(settings: Evaluations) -> Path:
 
 
 def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[str, int]]) -> None:
-    """Writes queries and relevance labels in the format of the BEIR benchmark.
-
-    Raises:
-        ApiError: An id contains characters that are not allowed in the format, or no query is
-            judged.
-    """
     ids = {*qrels, *(document for graded in qrels.values() for document in graded)}
     ids |= queries.keys()
     if wrong := next((i for i in ids if re.search(r"[\0\t\r\n]", i) or i != i.strip()), None):
@@ -511,24 +464,20 @@ def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[
 
 
 def _is_job(folder: Path) -> bool:
-    """Checks whether a folder is the output of a job."""
     has_name = re.fullmatch(NAME, folder.name) and (folder / RESULTS).is_file()
     return bool(has_name) and not (folder / "request.json").exists()
 
 
 def _job_time(folder: Path) -> str:
-    """Returns the time at which a job wrote its results."""
     seconds = (folder / RESULTS).stat().st_mtime
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def _output(folder: Path) -> Path:
-    """Returns the output folder of `jobs.evaluate` for an evaluation."""
     return folder if _is_job(folder) else folder / "out"
 
 
 def _results(evaluation: EvaluationResults) -> list[wire.EvaluationResult]:
-    """Returns the results of an evaluation."""
     return [
         wire.EvaluationResult(
             representation=row.representation,
@@ -541,7 +490,6 @@ def _results(evaluation: EvaluationResults) -> list[wire.EvaluationResult]:
 
 
 def _files(folder: Path) -> set[str]:
-    """Returns the names of the files that can be downloaded."""
     out = _output(folder)
     if not out.is_dir():
         return set()
@@ -570,11 +518,7 @@ def _now() -> str:
 
 
 def _write(path: Path, value: Any) -> None:
-    """Writes a JSON file atomically.
-
-    In contrast to `write_atomic`, this function does not recreate the folder of an evaluation that
-    has been deleted.
-    """
+    """Writes atomically. Unlike `write_atomic`, does not recreate a folder that was deleted."""
     new = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     new.write_text(json.dumps(value), "utf-8")
     new.replace(path)

@@ -1,9 +1,9 @@
 """Evaluation of the filters of requests in subprocesses, which are killed at the deadline.
 
-Lance evaluates a filter in internal threads that cannot be cancelled and would continue after a
-timeout. `Filters` therefore runs at most two worker processes. An access key uses at most one at a
-time. A process is killed if its filter exceeds the time limit, if the request is cancelled or if
-the parent process exits. Its memory is limited, and it runs at low priority.
+Lance evaluates a filter in internal threads that cannot be cancelled. `Filters` therefore runs at
+most two worker processes, at most one per access key. A process is killed if its filter exceeds the
+time limit, if the request is cancelled or if the parent process exits. Its memory is limited, and
+it runs at low priority.
 
 `python -m pipeline.serve.filters` runs a worker process.
 """
@@ -42,10 +42,7 @@ class Filters:
     """Pool of processes that evaluate filters on an index or on one of its shards.
 
     Args:
-        uri: URI of the index.
         shard: (i, n) for the i-th of n shards, or None for all items.
-        timeout_s: Time limit for a filter, in seconds.
-        memory_bytes: Maximum memory that a filter can allocate, in bytes.
     """
 
     def __init__(
@@ -63,12 +60,7 @@ class Filters:
         self._key_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def matching_ids(self, caller: Caller, edition: Edition, filter: str) -> pa.ChunkedArray:
-        """Returns the ids of the items that match a filter.
-
-        Raises:
-            SpecError: The filter is invalid or needs too much memory.
-            TimeoutError: The time limit has passed.
-        """
+        """Returns the ids of the items that match a filter."""
         async with asyncio.timeout(caller.timeout_s), self._key_locks[caller.key], self._free:
             process = self._idle.pop() if self._idle else await self._start_process()
             request = self._uri, list(edition), self._shard, filter
@@ -104,7 +96,7 @@ class _Process:
         self._process.stdout.read(1)
 
     def run(self, request: Any) -> dict[str, Any]:
-        """Reads the reply of the process. Returns `{"died": True}` if the process died."""
+        """Returns the reply, or `{"died": True}` if the process died."""
         try:
             send(self._process.stdin, request)
             (length,) = struct.unpack("<Q", self._process.stdout.read(8))
@@ -116,7 +108,6 @@ class _Process:
         return reply
 
     def kill(self) -> None:
-        """Kills the process."""
         self._process.kill()
         threading.Thread(target=self._process.wait, daemon=True).start()
 
@@ -146,7 +137,7 @@ def _reply(uri: str, edition: list[Any], shard: list[int] | None, filter: str) -
 
 
 def _read(requests: queue.SimpleQueue, stream: BinaryIO) -> None:
-    """Puts requests into a queue until the parent closes the pipe or exits, and then exits."""
+    """Queues requests until the parent closes the pipe or exits, and then exits."""
     while header := stream.read(8):
         requests.put(json.loads(stream.read(*struct.unpack("<Q", header))))
     os._exit(0)

@@ -53,11 +53,9 @@ def middlewares() -> list[Middleware]:
 class LimitedProtocol(HttpToolsProtocol):
     """Connection of uvicorn with limits on the headers and on the number of connections.
 
-    The headers of a request have a time limit and a maximum size. Uvicorn provides neither. The
-    size is checked after each read from the socket (256 KiB), so it may be exceeded by one read.
-    Connections without a request in progress, which are new, idle or sending their headers, cannot
-    exhaust the server. If there are too many connections, the one that has waited longest is
-    closed.
+    Uvicorn provides neither. The size is checked after each read from the socket (256 KiB), so it
+    may be exceeded by one read. If there are too many connections, the one that has waited longest
+    without a request in progress is closed.
     """
 
     header_seconds = float(os.environ.get("MAXRAY_HEADER_SECONDS", 10))
@@ -229,7 +227,6 @@ def _proxy_error(start: Message) -> ApiError | None:
 def _error_content(
     error: ApiError, request_id: str | None
 ) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """Builds the body and the headers of an error response."""
     body = error.response(request_id).model_dump_json().encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
     headers |= error.headers()

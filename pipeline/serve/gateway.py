@@ -22,15 +22,7 @@ DRAIN_CHECK_SECONDS = 0.05
 
 
 class Gateway:
-    """State of the gateway: the engine, authentication and the requests in progress.
-
-    Args:
-        settings: Settings of the server.
-        engine: Engine that runs the searches.
-        metrics: Metrics of the gateway.
-        store: Store of the evaluations, or None if they are disabled.
-        limiter: Rate limiter that the gateways share, or None if there is only one gateway.
-    """
+    """State of the gateway: the engine, authentication and the requests in progress."""
 
     def __init__(
         self,
@@ -60,15 +52,7 @@ class Gateway:
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
 
     def served(self, key: Key, name: str | None) -> Served:
-        """Returns an index that a key can access.
-
-        Args:
-            key: The access key.
-            name: Name of the index. It can be omitted if the key can access only one.
-
-        Raises:
-            ApiError: There is no such index.
-        """
+        """Returns an index that a key can access. Its name is optional if it is the only one."""
         visible = self.visible_indexes(key)
         if name is None and len(visible) == 1:
             return self.engine.indexes[visible[0]]
@@ -93,11 +77,7 @@ class Gateway:
             raise ApiError("forbidden", message)
 
     def evaluations(self, key: Key) -> EvaluationStore:
-        """Returns the store of the evaluations.
-
-        Raises:
-            ApiError: Evaluations are disabled, or the key is not allowed to run them.
-        """
+        """Returns the store of the evaluations, if the key may use it."""
         if self.store is None:
             message = "evaluations are disabled on this server (evaluations.folder is not set)"
             raise ApiError("not_found", message)

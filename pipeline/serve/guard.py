@@ -23,10 +23,7 @@ log = logging.getLogger("ray.serve")
 
 
 class Guard:
-    """Middleware that authenticates requests, limits their size and number, and logs them.
-
-    The log does not contain queries.
-    """
+    """Authenticates requests, limits their size and number, and logs them without queries."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -66,11 +63,6 @@ class Guard:
         headers: dict[bytes, bytes],
         gateway: Gateway,
     ) -> None:
-        """Reads the body of an authenticated request and passes the request to the application.
-
-        Raises:
-            ApiError: The request is rejected.
-        """
         if "/v1/" not in scope["path"]:  # operational routes have no body and need no key
             await self._app(scope, receive, send)
             return
@@ -100,16 +92,7 @@ class Guard:
 
 @contextlib.contextmanager
 def _slot(slots: FairSlots, key: Key, state: str) -> Iterator[None]:
-    """Holds a slot of an access key.
-
-    Args:
-        slots: The slots of all keys.
-        key: The access key.
-        state: State of the requests that hold the slots, for the error message.
-
-    Raises:
-        ApiError: No slot is available for this key.
-    """
+    """Holds a slot of an access key. `state` describes the holders in the error message."""
     if not slots.acquire(key.name):
         holder = "the server" if slots.num_acquired >= slots.capacity else f"the key {key.name}"
         raise ApiError("unavailable", f"{holder} has too many requests {state}")
@@ -122,11 +105,9 @@ def _slot(slots: FairSlots, key: Key, state: str) -> Iterator[None]:
 async def _read_body(
     receive: Receive, headers: Mapping[bytes, bytes], settings: ServeSpec
 ) -> bytes | None:
-    """Reads the body of a request. Returns None if the client has disconnected.
+    """Reads a body, or returns None if the client has disconnected.
 
-    Raises:
-        ApiError: The body is compressed or too large, or arrives too slowly. A body that is
-            compressed or too large is rejected before all of it has arrived.
+    A body that is compressed or too large is rejected before all of it has arrived.
     """
     encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip()
     if encoding.lower() not in ("", "identity"):
@@ -155,7 +136,6 @@ async def _read_body(
 
 
 def _record(gateway: Gateway, scope: Scope, status: int, seconds: float) -> None:
-    """Counts and logs a completed request."""
     route = getattr(scope.get("route"), "path", "none")
     key: Key | None = scope.get("state", {}).get("key")
     status = status or 499  # the client has disconnected

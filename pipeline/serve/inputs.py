@@ -27,17 +27,7 @@ from pipeline.serve.settings import MAX_BATCH_HITS, MAX_IMAGE_PIXELS, MAX_QUERY_
 def search_options(
     request: wire.SearchFields, served: Served, num_queries: int, limits: Limits
 ) -> SearchOptions:
-    """Returns the options of a request with the defaults of the served index.
-
-    Args:
-        request: Options of the request.
-        served: The index to search.
-        num_queries: Number of queries of the request.
-        limits: Limits of the server.
-
-    Raises:
-        ApiError: An option is invalid or above a limit.
-    """
+    """Returns the options of a request with the defaults of the served index."""
     rerank = request.rerank
     depth = rerank.depth if rerank else 0
     _check_depth(request.k, depth, num_queries, limits)
@@ -60,7 +50,6 @@ def search_options(
 def _candidates(
     request: wire.SearchFields, served: Served, info: RepresentationInfo
 ) -> tuple[str, int | None]:
-    """Returns the candidate generator and the number of candidates of a request."""
     default = served.default_candidates(info, request.score)
     is_given = "candidates" in request.model_fields_set
     name = request.candidates if is_given or default is None else default.generator
@@ -71,7 +60,6 @@ def _candidates(
 
 
 def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) -> None:
-    """Raises `ApiError` if the first stage would have to return too many hits."""
     depth = max(k, rerank_depth)
     field = "k" if k >= depth else "rerank.rerank_depth"
     maximum = min(limits.max_k, max(MAX_BATCH_HITS // num_queries, 1))
@@ -123,13 +111,7 @@ def check_edje(served: Served, queries: Sequence[wire.Query], field: str) -> Non
 def read_query(
     query: wire.Query, info: RepresentationInfo
 ) -> Queries | Unencoded | wire.StoredItem:
-    """Converts a query to vectors or to an input of the encoder of a representation.
-
-    Items of the index are returned unchanged.
-
-    Raises:
-        SpecError: The query is invalid, or the encoder does not support its kind.
-    """
+    """Converts a query to vectors or to an input of the encoder. Items are returned unchanged."""
     if isinstance(query, wire.Vectors):
         return _read_vectors(query)
     if isinstance(query, wire.StoredItem):
@@ -151,11 +133,7 @@ def _read_vectors(query: wire.Vectors) -> Queries:
 
 
 def read_unencoded(query: wire.Query) -> Unencoded:
-    """Converts the query of a request to a text, an image or a composed query.
-
-    Raises:
-        SpecError: The query is invalid.
-    """
+    """Converts the query of a request to a text, an image or a composed query."""
     text = wire.query_text(query)
     if text is not None:
         if len(text) > MAX_QUERY_CHARS:
@@ -170,11 +148,6 @@ def read_unencoded(query: wire.Query) -> Unencoded:
 
 
 def _read_image(query: wire.Image) -> bytes:
-    """Returns the image file of a query.
-
-    Raises:
-        SpecError: The query is not a valid image, or it is too large.
-    """
     rule = f"a PNG, JPEG or WebP file in base64 of at most {MAX_IMAGE_PIXELS:,} pixels"
     with reading("query.image", "the image", rule, ValueError, Image.DecompressionBombError):
         data = base64.b64decode(query.image, validate=True)

@@ -59,10 +59,10 @@ class Key(Spec):
 
     @property
     def label(self) -> str:
-        """Label of the key in metrics, which is the beginning of its hash.
+        """Beginning of the hash of the key.
 
-        Ray exports metrics on every node without authentication. In contrast to a name, a hash
-        reveals the owner of the key only to those who can read the file of the keys.
+        Ray exports metrics without authentication, and unlike a name, a hash reveals the owner only
+        to those who can read the file of the keys.
         """
         return self.name if self is ANONYMOUS else self.sha256[:8]
 
@@ -108,10 +108,6 @@ class Keys:
     The keys are reloaded when the file changes. If the file becomes unreadable, all keys are
     rejected and `find` raises an error.
 
-    Args:
-        uri: URI of the file. If empty, the environment variable is read.
-        clock: Monotonic clock, in seconds. Tests replace it.
-
     Raises:
         SpecError: The file does not exist or is invalid.
     """
@@ -124,11 +120,7 @@ class Keys:
         self._refresh()
 
     def find(self, secret: str) -> Key | None:
-        """Looks up the key with the given secret. Returns None if it does not exist or has expired.
-
-        Raises:
-            SpecError: The file can no longer be read.
-        """
+        """Returns the key with a secret, or None if it does not exist or has expired."""
         self._refresh()
         hashed, match = hash_key(secret), None
         for key in self._keys:  # no early exit: constant time
@@ -171,11 +163,7 @@ class Keys:
 
 
 def read_keys(text: str) -> list[Key]:
-    """Returns the keys listed in a YAML text.
-
-    Raises:
-        SpecError: The text is invalid, or a name or hash is duplicated.
-    """
+    """Returns the keys listed in a YAML text, which must have distinct names and hashes."""
     rule = "a list of entries with name and sha256"
     with reading("keys", "the file", rule, yaml.YAMLError, problem="is not valid YAML"):
         data = yaml.safe_load(text)

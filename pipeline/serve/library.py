@@ -19,9 +19,9 @@ from pipeline.index.reader import Edition, open_edition
 from pipeline.index.writer import LeaseHeld
 from pipeline.schema import ITEM
 from pipeline.search.facets import ExampleQuery, IndexFacets, index_facets
+from pipeline.search.options import representation_info
 from pipeline.search.previews import ByteRange, MediaPart, Previews, media_type, thumbnail
 from pipeline.search.query import Queries
-from pipeline.search.representations import representation_info
 from pipeline.search.stored_items import stored_query
 from pipeline.serve.outcomes import logged, returns_errors
 from pipeline.serve.replica import bind_to_loopback
@@ -68,10 +68,7 @@ class Library:
     async def item(
         self, index: str, edition: Edition, item_id: str, caller: Caller
     ) -> dict[str, Any] | None:
-        """Returns the stored columns of an item without its vectors.
-
-        Returns None if it is not in the index.
-        """
+        """Returns the stored columns of an item without its vectors, or None for an unknown one."""
         call = functools.partial(self._item, index, edition, item_id)
         (row,) = await self._item_scheduler.run(caller, None, [call])
         return row
@@ -93,20 +90,10 @@ class Library:
         is_dry: bool,
         caller: Caller,
     ) -> dict[str, int]:
-        """Deletes items of an index in a single job.
+        """Deletes items in a single job.
 
-        Args:
-            index: Name of the index.
-            item_ids: Ids of the items, or None.
-            filter: SQL condition that selects the items, or None.
-            is_dry: Whether only to count the items.
-            caller: The access key, and the time limit in seconds.
-
-        Returns:
-            The number of items that were `selected`, are `unknown` and were `deleted`.
-
-        Raises:
-            SpecError: The filter is invalid, or another job is writing (field `WRITER`).
+        Returns how many were `selected`, `unknown` and `deleted`. An error has the field `WRITER`
+        if another job is writing to the index.
         """
         uri = self._indexes[index].uri
         spec = parse(DeleteSpec, {"index": uri, "ids": item_ids, "filter": filter})
@@ -127,18 +114,7 @@ class Library:
     ) -> tuple[bytes, str]:
         """Returns the image or audio of an item as an encoded file, with its media type.
 
-        Args:
-            index: Name of the index.
-            edition: Version of the index.
-            item_id: Id of the item.
-            media: "image" or "audio".
-            seconds: Time of a video frame in the parent, in seconds.
-            width: Maximum width and height of the image in pixels, or None for the full size.
-            caller: The access key, and the time limit in seconds.
-
-        Raises:
-            SpecError: The item has no preview, or its file has been removed or modified since it
-                was indexed (field `documents`).
+        An error has the field `documents` if the file has changed since it was indexed.
         """
         with logged("preview", media=media):
             arguments = index, edition, item_id, media, seconds, width
@@ -169,12 +145,7 @@ class Library:
     async def media(
         self, index: str, edition: Edition, item_id: str, range: ByteRange, caller: Caller
     ) -> MediaPart:
-        """Returns a part of the file of an item.
-
-        Raises:
-            SpecError: The item has no file, or its file has been removed or modified since it was
-                indexed (field `documents`).
-        """
+        """Returns a part of the file of an item. See `preview` for errors."""
         with logged("media"):
 
             def read() -> MediaPart:
@@ -202,11 +173,7 @@ class Library:
         times: Sequence[float] | None,
         caller: Caller,
     ) -> Queries:
-        """Returns the stored vectors of an item, or of a part of it, as a query.
-
-        Raises:
-            SpecError: See `pipeline.search.stored_items.stored_query`.
-        """
+        """Returns the stored vectors of an item, or of a part of it, as a query."""
         with logged("stored_query"):
 
             def read() -> Queries:

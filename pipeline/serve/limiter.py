@@ -17,13 +17,9 @@ CALL_SECONDS = 0.5
 
 
 class RateLimiter:
-    """Deployment with the token buckets of all keys. It has one replica.
+    """Deployment with the token buckets of all keys.
 
-    A replica that is restarted begins with full buckets.
-
-    Args:
-        burst: Capacity of a bucket, in requests.
-        num_gateways: Maximum number of gateways.
+    It has one replica, which starts with full buckets.
     """
 
     def __init__(self, burst: int, num_gateways: int):
@@ -39,29 +35,17 @@ class RateLimiter:
 
 
 class LimiterClient:
-    """Calls the shared rate limiter from a gateway.
-
-    Args:
-        handle: Handle of the deployment.
-    """
+    """Calls the shared rate limiter from a gateway."""
 
     def __init__(self, handle: Handle):
         self._handle = handle
 
     async def lease(self, name: str, rate: float, max_tokens: int, num_returned: int) -> Grant:
-        """Takes tokens from a bucket, see `Buckets.take`.
-
-        Raises:
-            LimiterUnavailable: The rate limiter does not respond in time.
-        """
+        """Takes tokens from a bucket, see `Buckets.take`."""
         return await _call(self._handle.lease, name, rate, max_tokens, num_returned)
 
     async def ping(self) -> None:
-        """Checks that the rate limiter responds.
-
-        Raises:
-            LimiterUnavailable: It does not respond in time.
-        """
+        """Checks that the rate limiter responds."""
         await _call(self._handle.ping)
 
 

@@ -9,11 +9,7 @@ from pipeline.serve.settings import Scale
 
 
 class LocalHandle:
-    """Handle of a stage in this process.
-
-    Args:
-        stage: The stage.
-    """
+    """Handle of a stage in this process."""
 
     def __init__(self, stage: Any):
         self._stage = stage
@@ -27,11 +23,7 @@ class LocalHandle:
 
 
 class LocalMethod:
-    """Method of a stage in this process.
-
-    Args:
-        method: Coroutine function of the stage.
-    """
+    """Method of a stage in this process."""
 
     def __init__(self, method: Any):
         self._method = method
@@ -42,21 +34,13 @@ class LocalMethod:
 
 
 class LocalBroadcast:
-    """Result of a broadcast to one stage.
-
-    Args:
-        response: Result of the call.
-    """
+    """Result of a broadcast to one stage."""
 
     def __init__(self, response: asyncio.Future):
         self._response = response
 
     async def results_async(self, *, return_exceptions: bool = False) -> list[Any]:
-        """Returns the result of the call, in a list.
-
-        Args:
-            return_exceptions: Whether to return an exception instead of raising it.
-        """
+        """Returns the result of the call, in a list."""
         results = await asyncio.gather(self._response, return_exceptions=return_exceptions)
         return list(results)
 

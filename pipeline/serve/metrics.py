@@ -83,11 +83,7 @@ def batch_sizes(stage: str) -> Histogram:
 
 
 async def collect_metrics(timeout: float = 5.0) -> str:
-    """Collects the metrics of all nodes in the text format of Prometheus.
-
-    Raises:
-        OSError: No node responds.
-    """
+    """Collects the metrics of all nodes in the text format of Prometheus."""
     nodes = [n for n in await asyncio.to_thread(ray.nodes) if n["Alive"]]
     addresses = [(n["NodeManagerAddress"], n["MetricsExportPort"]) for n in nodes]
     async with httpx2.AsyncClient(timeout=timeout, trust_env=False) as client:

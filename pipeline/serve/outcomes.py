@@ -20,10 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Failure:
-    """Error that a stage returns as a value.
-
-    If the stage raised the error instead, Ray would log it with its traceback.
-    """
+    """Error that a stage returns, because Ray would log a raised one with its traceback."""
 
     error: Exception
 

@@ -1,10 +1,9 @@
 """Rate limits of access keys.
 
-Each key has a token bucket, from which a request takes a token. With one gateway, the buckets are
-in the gateway. With several, they are in `pipeline.serve.limiter.RateLimiter`, so the rate and the
-burst of a key apply to all gateways together. A gateway leases several tokens with one call, and
-most requests therefore do not wait for one. While the rate limiter does not respond, each gateway
-enforces its share of the rate.
+Each key has a token bucket, from which a request takes a token. Several gateways share the buckets
+of `pipeline.serve.limiter.RateLimiter` and lease several tokens with one call, so that most
+requests do not wait for one. While the rate limiter does not respond, each gateway enforces its
+share of the rate.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class Grant(NamedTuple):
     """Tokens taken from a bucket.
 
     Attributes:
-        num_tokens: Number of tokens.
         delay_s: Delay until the bucket contains a token, in seconds; 0 if `num_tokens` is positive.
     """
 
@@ -48,28 +46,18 @@ class Limiter(Protocol):
     """Protocol of the shared rate limiter, as the gateways call it."""
 
     async def lease(self, name: str, rate: float, max_tokens: int, num_returned: int) -> Grant:
-        """Takes tokens from a bucket, see `Buckets.take`.
-
-        Raises:
-            LimiterUnavailable: The rate limiter does not respond.
-        """
+        """Takes tokens from a bucket, see `Buckets.take`, or raises `LimiterUnavailable`."""
 
     async def ping(self) -> None:
-        """Checks that the rate limiter responds.
-
-        Raises:
-            LimiterUnavailable: It does not.
-        """
+        """Checks that the rate limiter responds, or raises `LimiterUnavailable`."""
 
 
 class Buckets:
     """Token buckets by name.
 
     Args:
-        burst: Capacity of a bucket, in tokens.
         num_gateways: Number of gateways that take tokens. If there are several, a call takes at
             most half of the share of a gateway, so that the others find tokens too.
-        clock: Monotonic clock, in seconds. Tests replace it.
     """
 
     def __init__(
@@ -82,9 +70,6 @@ class Buckets:
         """Takes tokens from a bucket: at least one if the bucket contains one.
 
         Args:
-            name: Name of the bucket.
-            rate: Rate at which the bucket is filled, in tokens per second.
-            max_tokens: Maximum number of tokens to take.
             num_returned: Number of unused tokens to put back before.
 
         >>> buckets = Buckets(burst=12, num_gateways=2, clock=lambda: 0.0)
@@ -114,7 +99,6 @@ class Rates:
         limiter: Shared rate limiter. If None, the buckets are in this gateway.
         num_gateways: Number of gateways. While the shared rate limiter is unavailable, the rate and
             the burst of each gateway are divided by it.
-        clock: Monotonic clock, in seconds. Tests replace it.
     """
 
     def __init__(
@@ -132,11 +116,7 @@ class Rates:
         self._recovery: asyncio.Task | None = None
 
     async def acquire(self, key: Key) -> float:
-        """Tries to take a request from the bucket of a key.
-
-        Returns:
-            0 if the request is allowed, else the delay until it would be, in seconds.
-        """
+        """Takes a token. Returns 0 if the request is allowed, else the delay in seconds."""
         rate = key.requests_per_second or self._default
         if rate is None:
             return 0.0
@@ -148,11 +128,7 @@ class Rates:
         return self._local.take(key.name, rate / self._num_gateways).delay_s
 
     async def _acquire_leased(self, limiter: Limiter, name: str, rate: float) -> float:
-        """Takes a token from the lease of a key, which is renewed if necessary.
-
-        Raises:
-            LimiterUnavailable: The rate limiter does not respond.
-        """
+        """Takes a token from the lease of a key, which is renewed if necessary."""
         lease = self._leases.setdefault(name, _Lease())
         lease.num_waiting += 1
         try:
@@ -200,7 +176,6 @@ class _Lease:
     """Tokens of a key that a gateway holds, or the refusal of its last call.
 
     Attributes:
-        num_tokens: Number of tokens.
         num_waiting: Number of requests that wait for the lock or for a call.
         lock: Held during a call, which serves all waiting requests of the key.
     """
@@ -211,12 +186,7 @@ class _Lease:
         self._rate = self._expires_at = self._allowed_at = 0.0
 
     def take(self, rate: float, now: float) -> float | None:
-        """Takes a token.
-
-        Returns:
-            0 if the request is allowed, the delay until it would be if it is refused, or None if a
-            call is necessary.
-        """
+        """Takes a token. Returns 0, or the delay of a refusal, or None if a call is necessary."""
         if now >= self._expires_at or rate != self._rate:  # the file of the keys may have changed
             return None
         if self.num_tokens:
@@ -225,7 +195,6 @@ class _Lease:
         return self._allowed_at - now if now < self._allowed_at else None
 
     def renew(self, grant: Grant, rate: float, now: float) -> None:
-        """Replaces the lease by a grant and takes one token from it."""
         self.num_tokens = max(grant.num_tokens - 1, 0)
         self._rate, self._allowed_at = rate, now + grant.delay_s
         self._expires_at = now + LEASE_SECONDS

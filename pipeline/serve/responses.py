@@ -18,10 +18,6 @@ def truncation_warnings(queries: Sequence[wire.Query], num_truncated: Sequence[i
 
     EDJE truncates the text of a query or, for an image query, the texts of the hits.
 
-    Args:
-        queries: The queries, which are reranked together with the texts of their hits.
-        num_truncated: Maximum number of truncated tokens over the hits of each query.
-
     >>> truncation_warnings(["a", "b", wire.Image(image="AA")], [0, 4, 0])
     ['EDJE truncated queries by up to 4 tokens']
     """

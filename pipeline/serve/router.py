@@ -48,10 +48,9 @@ class VectorRouter(RequestRouter):
         return [_draw_two(group) for group in (warm, cold)]
 
     def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata=None) -> None:
-        """Assigns a replica to the call for which it was chosen.
+        """Assigns a replica to its call.
 
-        Ray's method finds the call by an id that all calls of an HTTP request share, and so mixes
-        up the calls to several shards.
+        Ray's method mixes up the calls to several shards: all calls of a request share an id.
         """
         for pending in self._pending_requests_to_fulfill:
             if pending.metadata is request_metadata and not pending.future.done():
@@ -62,12 +61,7 @@ class VectorRouter(RequestRouter):
 
 
 def needed_vectors(arguments: Sequence[Any]) -> set[tuple[Edition, SearchVectors]]:
-    """Returns the vectors that a call to a `Ranker` needs, with the version of the index.
-
-    Args:
-        arguments: Arguments of the call. Calls that search begin with the version, the queries,
-            and the options of all queries or of each query.
-    """
+    """Returns the vectors and the version of the index that a call to a `Ranker` needs."""
     if len(arguments) < 3 or not isinstance(arguments[0], Edition):
         return set()
     edition, _, options, *_ = arguments

@@ -60,7 +60,6 @@ api = APIRouter(prefix="/v1", route_class=Route)
 
 
 def _log(request: Request, **fields: Any) -> str:
-    """Adds fields to the log entry of a request and returns the id of the request."""
     request.state.log_fields = {**getattr(request.state, "log_fields", {}), **fields}
     return request.scope["maxray_request_id"]
 
@@ -131,7 +130,6 @@ async def _search(
     key: Key,
     gateway: Gateway,
 ) -> tuple[list[list[Hit]], dict[str, Any]]:
-    """Returns the hits of each query and the remaining fields of the response."""
     served = gateway.served(key, body.index)
     request_id = _log(request, index=served.name, k=body.k, queries=len(queries))
     options = search_options(body, served, len(queries), gateway.settings.limits)
@@ -375,11 +373,7 @@ async def evaluation(
 
 
 async def _evaluation(store: EvaluationStore, key: Key, name: str) -> wire.Evaluation:
-    """Returns an evaluation of the access key or of a job, whose key is None.
-
-    Raises:
-        ApiError: The key cannot access such an evaluation.
-    """
+    """Returns an evaluation of the access key or of a job, whose key is None."""
     request, evaluation = await run_in_threadpool(store.evaluation, name)
     if request["key"] not in (key.name, None) or not key.can_access(request["index"]):
         raise ApiError("not_found", f"unknown evaluation {name!r}")

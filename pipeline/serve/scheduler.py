@@ -1,10 +1,9 @@
 """Scheduling of requests that shares the threads of a stage fairly between access keys.
 
 A stage processes a request in slices that take a fraction of a second. Each slice ends with a call
-of `pipeline.search.pauses.pause`, at which the thread of the request waits, while the scheduler
-continues with the key that has used the least time. A key with large requests can therefore delay
-the requests of other keys by at most one slice at a time. Requests that have timed out or have been
-cancelled are dropped before they start or at the end of the current slice.
+of `pipeline.search.pauses.pause`, at which the scheduler continues with the key that has used the
+least time. A key can therefore delay others by at most one slice at a time. Requests that have
+timed out or have been cancelled are dropped before they start or at the end of a slice.
 """
 
 from __future__ import annotations
@@ -32,12 +31,7 @@ CHECK_SECONDS = 5.0
 
 
 class Caller(NamedTuple):
-    """Access key and time limit with which a stage is called.
-
-    Attributes:
-        key: Name of the access key.
-        timeout_s: Time limit, in seconds.
-    """
+    """Access key and time limit, in seconds, with which a stage is called."""
 
     key: str
     timeout_s: float
@@ -55,7 +49,6 @@ class FairSlots:
     ([True, True, True, True, False], [True, True, False])
 
     Args:
-        capacity: Number of slots.
         are_shared: If False, the only limit is the capacity.
     """
 
@@ -127,10 +120,6 @@ class _Batch:
     The work runs in the context of the first request, so its spans belong to that trace.
 
     Attributes:
-        members: The requests, each with its number of values in the batch.
-        values: The values, in the order of the members.
-        context: Context of the work.
-        results: The results, or None until the work has started.
         paused: Future that completes at the next pause.
         turn: Released when the work may continue after a pause.
         is_dropped: Whether the work ends at its next turn.
@@ -153,7 +142,6 @@ class _Batch:
         return self.members[0][0].group
 
     def pause(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Waits for the next turn, in the thread of the work."""
         assert self.paused is not None
         loop.call_soon_threadsafe(self.paused.set_result, None)
         while not self.turn.acquire(timeout=CHECK_SECONDS):
@@ -163,7 +151,6 @@ class _Batch:
             raise Dropped
 
     def drop(self) -> None:
-        """Ends the work at its pause."""
         assert self.results is not None
         self.results.add_done_callback(asyncio.Future.exception)  # `Dropped`, which nobody awaits
         self.is_dropped = True
@@ -178,8 +165,6 @@ class FairScheduler:
         size: Returns the size of a value.
         max_batch_size: Maximum total size of the values of a batch. A larger value forms a batch
             of its own.
-        workers: Number of batches that run at the same time. A key has at most half of them.
-        observe: Called with the number of requests in each batch.
     """
 
     def __init__(
@@ -220,16 +205,7 @@ class FairScheduler:
         return load
 
     async def run(self, caller: Caller, group: Hashable, values: Sequence[Any]) -> list[Any]:
-        """Returns one result per value.
-
-        Args:
-            caller: The access key and the time limit.
-            group: Values of equal groups may be batched.
-            values: The values to compute.
-
-        Raises:
-            TimeoutError: The time limit has passed.
-        """
+        """Returns one result per value. Values of equal groups may be batched."""
         if not values:
             return []
         active = {request.key for request in self._open}
@@ -263,7 +239,6 @@ class FairScheduler:
             self._num_running -= 1
 
     async def _run_slice(self, batch: _Batch) -> None:
-        """Computes a slice of a batch."""
         self._slots.acquire(batch.key)
         start, loop = time.perf_counter(), asyncio.get_running_loop()
         batch.paused = loop.create_future()
@@ -290,7 +265,6 @@ class FairScheduler:
             self._used[request.key] = used + seconds * number / total
 
     def _next(self) -> _Batch | None:
-        """Selects the batch to run next. Returns None if there is nothing to do."""
         self._waiting = [r for r in self._waiting if not r.future.done()]
         for batch in list(self._paused):
             if all(request.future.done() for request, _ in batch.members):
@@ -352,10 +326,7 @@ class FairScheduler:
                 request.future.set_result(request.results)
 
     def _fail(self, batch: _Batch, error: BaseException) -> None:
-        """Handles an error of a batch.
-
-        If several requests share the batch, they are retried separately.
-        """
+        """Handles an error of a batch, whose requests are retried separately."""
         for request, number in batch.members:
             request.is_running = False
             if request.future.done():

@@ -17,8 +17,7 @@ from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Edition, Index
 from pipeline.search.candidates import EXACT, generators
-from pipeline.search.options import SearchOptions
-from pipeline.search.representations import representation_info
+from pipeline.search.options import SearchOptions, representation_info
 from pipeline.search.scores import Score
 from pipeline.serve.calls import Handle, Stages
 from pipeline.serve.errors import ApiError, from_spec_error
@@ -45,11 +44,7 @@ class Served:
 
     @classmethod
     def newest(cls, name: str, spec: ServedIndex) -> Served:
-        """Opens the newest version of an index.
-
-        Raises:
-            SpecError: The index is missing.
-        """
+        """Opens the newest version of an index."""
         index = Index(spec.uri)
         return cls(name, spec, index, index.edition)
 
@@ -60,9 +55,6 @@ class Served:
 
     def representation(self, name: str | None) -> RepresentationInfo:
         """Returns the metadata of a representation, which must be searchable.
-
-        Args:
-            name: Name of the representation. Default: `full` if the index has it, else the first.
 
         Raises:
             ApiError: The index has no such representation.
@@ -105,11 +97,6 @@ class ServedIndexes:
     A request uses the same version from beginning to end. A new version is served as soon as all
     replicas of the searchers have loaded what is preloaded, and all replicas of searchers and
     rerankers the vectors of recent requests. Replicas that start later load the same.
-
-    Args:
-        settings: Settings of the server.
-        stages: Handles of the stages.
-        count: Called with "reload_failed" and "gateway" if a new version cannot be opened.
     """
 
     def __init__(
@@ -124,11 +111,7 @@ class ServedIndexes:
         }
 
     async def start(self) -> None:
-        """Opens all indexes and starts to check them periodically for new versions.
-
-        Raises:
-            SpecError: An index is missing.
-        """
+        """Opens all indexes and starts to check them periodically for new versions."""
         for name in self._settings.indexes:
             await self._refresh(name)
         self._refreshing = asyncio.create_task(self._refresh_loop())
@@ -147,10 +130,7 @@ class ServedIndexes:
                 await self.refresh(name)
 
     async def refresh(self, name: str) -> None:
-        """Serves the newest version of an index.
-
-        If it cannot be opened, the present version remains in service.
-        """
+        """Serves the newest version of an index, or the present one if that cannot be opened."""
         try:
             await self._refresh(name)
         except Exception as error:
@@ -228,6 +208,5 @@ class ServedIndexes:
 
 
 def _open_newest(name: str, spec: ServedIndex, current: Served | None) -> Served | None:
-    """Returns the newest version of an index, or None if this version is being served already."""
     newest = Served.newest(name, spec)
     return None if current is not None and newest.edition == current.edition else newest

@@ -192,10 +192,7 @@ class Timeouts(Spec):
 
     @property
     def request_s(self) -> float:
-        """Sum of the time limits of a search, in seconds.
-
-        A search that is reranked with another encoder encodes its queries twice.
-        """
+        """Sum of the time limits of a search, in seconds. Reranking may encode queries twice."""
         return 2 * self.encode_s + self.search_s + self.rerank_s + self.describe_s
 
 

@@ -1,11 +1,9 @@
 """Stages of a search, which are deployed behind the gateway and do not depend on HTTP.
 
-`pipeline.serve.app` deploys the stages. Apart from loaded models and indexes, a stage has no state
-between calls. Any replica can therefore process a call, and calls can be retried. Each call
-contains its access key and time limit (`Caller`). Stages share their time fairly between keys,
-compute in slices of a fraction of a second, and drop calls that have timed out or have been
-cancelled (see `pipeline.serve.scheduler`). Waiting calls that have the same options are batched:
-queries are encoded together, and vectors are read only once for all queries.
+Apart from loaded models and indexes, a stage has no state, so that any replica can process a call
+and calls can be retried. Stages share their time fairly between keys (see
+`pipeline.serve.scheduler`). Waiting calls that have the same options are batched: queries are
+encoded together, and vectors are read only once for all queries.
 
 Every query is passed as a separate `Queries` object that has not been transformed for a
 representation yet.
@@ -65,14 +63,7 @@ def limit_threads(scale: Scale) -> None:
 
 
 class QueryEncoder:
-    """Stage that encodes queries. Each encoder is loaded once and then kept in memory.
-
-    The encoders of the preloaded representations are loaded before the stage receives calls.
-
-    Args:
-        scale: Settings of the deployment.
-        indexes: Settings of the indexes by name.
-    """
+    """Stage that encodes queries. Encoders of preloaded representations are loaded before calls."""
 
     def __init__(self, scale: Scale, indexes: Mapping[str, ServedIndex]):
         bind_to_loopback()
@@ -108,18 +99,7 @@ class QueryEncoder:
         queries: Sequence[Unencoded],
         caller: Caller,
     ) -> list[Queries]:
-        """Encodes queries for a representation.
-
-        Args:
-            representation: Name of the representation.
-            info: Encoder of the representation.
-            queries: Texts, image files or composed queries, all of one kind.
-            caller: The access key and the time limit.
-
-        Raises:
-            SpecError: The encoder is not available, or it is not the encoder of the representation.
-            TimeoutError: The time limit has passed.
-        """
+        """Encodes queries of one kind for a representation."""
         with logged("encode", queries=len(queries)):
             group = digest([info.spec, info.fingerprint]), type(queries[0]).__name__
             pending = [_PendingQuery(query, representation, info) for query in queries]
@@ -156,8 +136,6 @@ class _PendingSearch(NamedTuple):
     """Query to be scored.
 
     Attributes:
-        query: The encoded query.
-        rows: Ascending positions of the items that pass the filter, or None for all items.
         num_pairs: Number of (query token, vector) pairs if all items are scored.
     """
 
@@ -169,15 +147,9 @@ class _PendingSearch(NamedTuple):
 class Ranker:
     """Stage that ranks and describes the items of an index or of one of its shards.
 
-    A searcher ranks the items of its shard. A reranker does not have a shard. It rescores the hits
-    of the searchers with another representation.
-
     Args:
-        served: Settings of the index.
-        scale: Settings of the deployment.
-        timeouts: Time limits of the server.
-        shard: (i, n) for shard i of n, or None for all items. A searcher loads the preloaded
-            representations of its shard before it receives calls.
+        shard: (i, n) for shard i of n. A reranker, which rescores the hits of searchers with
+            another representation, has None.
     """
 
     def __init__(
@@ -242,10 +214,7 @@ class Ranker:
         await asyncio.to_thread(self._versions.get, edition)
 
     async def _load(self, edition: Edition, vectors: SearchVectors) -> Searcher:
-        """Returns a version of the index after loading the vectors that a search needs.
-
-        Other calls are not blocked meanwhile.
-        """
+        """Returns a version of the index after loading the vectors that a search needs."""
         searcher = await asyncio.to_thread(self._versions.get, edition)
         key = edition, vectors
         if not searcher.scorer.is_loaded(*vectors):
@@ -261,14 +230,7 @@ class Ranker:
     async def rank(
         self, edition: Edition, queries: Sequence[Queries], options: SearchOptions, caller: Caller
     ) -> list[Ranking]:
-        """Ranks the items of the shard for each query. The `rows` of the result are relative to it.
-
-        The result must be merged by `merge_rankings`, also if there is only one shard.
-
-        Raises:
-            SpecError: An option is invalid.
-            TimeoutError: The time limit has passed.
-        """
+        """Ranks the items of the shard, whose `rows` are relative to it, for `merge_rankings`."""
         with logged("rank", representation=options.column, version=edition.version):
             return await self._run_rank(edition, queries, options, caller)
 
@@ -413,11 +375,7 @@ def _similarity_map(
 
 
 class JointRanker:
-    """Stage that reranks hits with EDJE's joint encoder.
-
-    Raises:
-        SpecError: The configured folder does not contain an EDJE model.
-    """
+    """Stage that reranks hits with EDJE's joint encoder."""
 
     def __init__(self, served: ServedIndex, scale: Scale, timeouts: Timeouts):
         from pipeline.search.rerank import Reranker
@@ -451,20 +409,7 @@ class JointRanker:
         options: SearchOptions,
         caller: Caller,
     ) -> list[Ranking]:
-        """Reranks the ranking of each query and returns its k best items.
-
-        Args:
-            edition: Version of the index.
-            queries: Either texts or image files.
-            rankings: Ranking of the first stage for each query.
-            options: Options of the search.
-            caller: The access key and the time limit.
-
-        Raises:
-            SpecError: An image cannot be read, or the index has no tokens of this EDJE model (field
-                `edje`).
-            TimeoutError: The time limit has passed.
-        """
+        """Reranks the ranking of each query and returns its k best items."""
         from pipeline.search.rerank import reorder
 
         assert options.rerank is not None

@@ -9,13 +9,7 @@ from pipeline.search.scores import Score
 
 
 class SearchVectors(NamedTuple):
-    """Vectors that a search needs, as the arguments of `Searcher.load`.
-
-    Attributes:
-        representation: Name of the representation.
-        score: The score.
-        candidates: Name of the candidate generator, or "exact".
-    """
+    """Vectors that a search needs, as the arguments of `Searcher.load`."""
 
     representation: str
     score: Score

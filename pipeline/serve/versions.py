@@ -20,13 +20,8 @@ class Versions(Generic[T]):
     """Versions of an index that are open in a process.
 
     The version that was opened last stays open. An earlier one is closed when it has not been used
-    for `unused_s` seconds since the next one was opened, or when it is the least recently used of
-    more than `MAX_OPEN_VERSIONS`. A request that still needs it opens it again.
-
-    Args:
-        load: Opens a version.
-        unused_s: Time after which an earlier version is closed, in seconds. It should exceed the
-            duration of a request.
+    for `unused_s` seconds since, or when it is the least recently used of more than
+    `MAX_OPEN_VERSIONS`. A request that still needs it opens it again.
     """
 
     def __init__(self, load: Callable[[Edition], T], unused_s: float):
@@ -72,7 +67,6 @@ class Versions(Generic[T]):
         return version
 
     def _start_timer(self) -> None:
-        """Starts the timer that closes the next unused version, unless it is running."""
         last_uses = [used for edition, (_, used) in self._open.items() if edition != self._newest]
         if last_uses and not self._has_timer:
             seconds = last_uses[0] + self._unused_s - time.monotonic()

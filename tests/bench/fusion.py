@@ -89,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measure_bm25(num_items: int) -> dict[str, float]:
     from pipeline.search.candidates import MIN_CANDIDATES
+    from pipeline.search.fusion import best_rows
     from pipeline.search.generators.bm25 import Bm25, Postings, encode, statistics
-    from pipeline.search.top import best_rows
 
     rng = np.random.default_rng(0)
     words = np.array([f"w{number:x}q" for number in range(NUM_WORDS)])

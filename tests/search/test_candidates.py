@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
+from pipeline.search.fusion import best_rows
 from pipeline.search.options import Rerank, SearchOptions
-from pipeline.search.top import best_rows
 from tests.search.conftest import random_queries, random_rows, reference_ranking
 
 

@@ -3,8 +3,6 @@
 A generator describes each item by a small code that is stored as a column of the index. For a
 query, it scores the codes of all items and returns the best items as candidates. Only these are
 scored with the vectors of the representation.
-
-Each module of this package implements one generator.
 """
 
 from __future__ import annotations
@@ -44,10 +42,6 @@ class Generator(ABC, Generic[ComponentSpecT]):
     Subclasses define a nested `Spec` whose first field is `name: Literal["..."]`. The code of an
     item depends only on its vectors and the artefact, so that items can be added without fitting
     the generator again.
-
-    Args:
-        spec: Options of the generator.
-        artefact: Result of `fit`.
     """
 
     Spec: ClassVar[type[ComponentSpec]]
@@ -61,11 +55,7 @@ class Generator(ABC, Generic[ComponentSpecT]):
     @classmethod
     @abstractmethod
     def fit(cls, spec: ComponentSpecT, sample: Sample) -> dict[str, np.ndarray]:
-        """Fits the generator to a sample of the index. The result is deterministic.
-
-        Raises:
-            SpecError: The sample is too small for the options.
-        """
+        """Fits the generator to a sample of the index. The result is deterministic."""
 
     @property
     @abstractmethod
@@ -85,7 +75,6 @@ class Generator(ABC, Generic[ComponentSpecT]):
 
         Args:
             vectors_TD: (T, D) float32, vectors of B items, one item after another.
-            lengths_B: (B,) int64, number of vectors per item, which may be 0.
 
         Returns:
             Vectors (V, `dim`) float32 of the codes, one item after another, and their numbers (B,)
@@ -102,12 +91,7 @@ class Generator(ABC, Generic[ComponentSpecT]):
         column: pa.ChunkedArray,
         decode: Callable[[pa.ChunkedArray], tuple[np.ndarray, np.ndarray]],
     ) -> pa.Array:
-        """Computes the codes of the items of a column as an array of `column_type`.
-
-        Args:
-            column: Values of the column `source`.
-            decode: Returns the vectors (T, D) of a column, and their number per item (B,) int64.
-        """
+        """Computes the codes of the items of the column `source` as an array of `column_type`."""
         vectors_TD, lengths_B = decode(column)
         with torch.no_grad():
             codes_VF, counts_B = self.encode(

@@ -47,10 +47,6 @@ class Bm25:
     The code of an item has one entry of 8 bytes for each of its terms. It does not depend on the
     statistics (N, df and the mean length), which are those of the items at the time of the fit.
     Therefore, the scores of an item are equal in all shards and selections.
-
-    Args:
-        spec: Options of the generator.
-        artefact: Result of `fit`.
     """
 
     class Spec(config.ComponentSpec):
@@ -98,12 +94,7 @@ class Bm25:
 
 
 class Postings:
-    """Weights of the terms of items, by term, for searching.
-
-    Args:
-        bm25: The fitted generator.
-        codes: Chunks of a column of codes.
-    """
+    """Weights of the terms of items, by term, for searching chunks of a column of codes."""
 
     #: Number of vectors of the codes.
     num_vectors = 0
@@ -169,9 +160,9 @@ def statistics(codes: Iterable[pa.ListArray]) -> dict[str, np.ndarray]:
     """Computes the artefact of `Bm25` from the codes of texts. Those without entries do not count.
 
     Returns:
-        The hashes of the `terms` (V,) int64 in ascending order, the number of texts that contain
-        each (`frequencies` (V,) int64), and the `totals` (2,) int64: the number of texts and the
-        sum of their lengths.
+        The hashes of the `terms` (V,) int64, ascending, the number of texts that contain each
+        (`frequencies` (V,) int64), and the `totals` (2,) int64: the number of texts and the sum of
+        their lengths.
     """
     frequencies = Counter[int]()
     num_texts = total_length = 0
@@ -205,11 +196,7 @@ def _words(text: str) -> list[str]:
 
 @functools.cache
 def _word_hashes() -> Callable[[str], int | None]:
-    """Returns the function that maps a word to the hash of its term, or None for a stop word.
-
-    Raises:
-        MissingExtra: The packages of the extra `report` are not installed.
-    """
+    """Returns the function that maps a word to the hash of its term, or None for a stop word."""
     extras.require("bm25s", "Stemmer")
     import Stemmer
     from bm25s.stopwords import STOPWORDS_EN

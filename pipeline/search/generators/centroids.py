@@ -56,14 +56,7 @@ class Centroids(Generator["Centroids.Spec"]):
 
     @classmethod
     def fit(cls, spec: Spec, sample: Sample) -> dict[str, np.ndarray]:
-        """Fits the centroids to the vectors of the sample by k-means.
-
-        Returns:
-            The array `centroids` (C, D) float32.
-
-        Raises:
-            SpecError: The sample has fewer vectors than `num_centroids`, or none.
-        """
+        """Fits `centroids` (C, D) float32 to the vectors of the sample by k-means."""
         vectors_TD = np.ascontiguousarray(sample.vectors_TD.numpy(), dtype=np.float32)
         num_centroids = spec.num_centroids
         if num_centroids is None:
@@ -119,10 +112,6 @@ def distinct(codes: torch.Tensor, lengths_B: torch.Tensor) -> float:
 
     If an item has far fewer distinct centroids than vectors, its approximate score ignores most of
     its vectors, and more centroids are necessary.
-
-    Args:
-        codes: (T, 1) numbers of centroids of B items, one item after another.
-        lengths_B: (B,) int64, number of vectors per item, which may be 0.
 
     >>> distinct(torch.tensor([[7], [7], [3], [5]]), torch.tensor([3, 0, 1]))
     1.5

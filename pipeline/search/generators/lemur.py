@@ -106,10 +106,6 @@ class Lemur(Generator["Lemur.Spec"]):
     def fit(cls, spec: Spec, sample: Sample) -> dict[str, np.ndarray]:
         """Fits the features and the linear maps. The result is deterministic.
 
-        Args:
-            spec: Options of the generator.
-            sample: Sample of the index.
-
         Returns:
             The float32 arrays `tokens` (S, D); `operator` (R, S) and `offset` (R,), which map the
             token maxima of an item to its code; `mean` (H,) and `scale` (H,) of the features;
@@ -171,15 +167,7 @@ class Lemur(Generator["Lemur.Spec"]):
     def encode(
         self, vectors_TD: torch.Tensor, lengths_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the codes of items, one vector for each item that has vectors.
-
-        Args:
-            vectors_TD: (T, D) float32, vectors of B items, one item after another.
-            lengths_B: (B,) int64, number of vectors per item.
-
-        Returns:
-            Codes (V, R) float32, and their numbers (B,) int64, which are 0 or 1.
-        """
+        """Computes a code (V, R) float32 per item with vectors, and its numbers (B,), 0 or 1."""
         arrays = self._arrays(vectors_TD.device)
         lengths_V = lengths_B[lengths_B > 0]
         blocks = lengths_V.split(max(MAX_MAXIMA // len(arrays["tokens"]), 1))
@@ -218,9 +206,7 @@ def token_maxima(
     """Computes the maximum similarity of each token to the vectors of each item.
 
     Args:
-        vectors_TD: Vectors of B items, one item after another.
         lengths_B: (B,) int64, number of vectors per item, at least 1.
-        tokens_SD: Tokens.
 
     Returns:
         (B, S) float32.
@@ -246,14 +232,12 @@ def token_maxima(
 def _sample_maxima(
     sample: Sample, tokens_SD: torch.Tensor, num_items: int, seed: int
 ) -> torch.Tensor:
-    """Computes the token maxima (N, S) of at most `num_items` random items of a sample."""
     is_chosen_B = _choose(len(sample.lengths_B), num_items, seed).to(sample.lengths_B.device)
     is_chosen_T = torch.repeat_interleave(is_chosen_B, sample.lengths_B)
     return token_maxima(sample.vectors_TD[is_chosen_T], sample.lengths_B[is_chosen_B], tokens_SD)
 
 
 def _num_dims(spec: Lemur.Spec) -> int:
-    """Returns the dimension of a code."""
     return min(DEFAULT_DIMS, spec.num_features) if spec.num_dims is None else spec.num_dims
 
 
@@ -264,7 +248,6 @@ def _choose(count: int, limit: int, seed: int) -> torch.Tensor:
 
 
 def _projections(spec: Lemur.Spec, tokens_SD: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the weights of the random features."""
     generator = torch.Generator().manual_seed(spec.seed)
     weight_DH = torch.randn(tokens_SD.shape[1], spec.num_features - 1, generator=generator)
     return {"weight": weight_DH.to(tokens_SD.device)}

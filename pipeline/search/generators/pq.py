@@ -45,13 +45,9 @@ class Pq(Generator["Pq.Spec"]):
 
     @classmethod
     def fit(cls, spec: Spec, sample: Sample) -> dict[str, np.ndarray]:
-        """Fits the centroids to the vectors of the sample by k-means, for each sub-vector.
+        """Fits `centroids` (P, C, S) float32 by k-means for each of P sub-vectors.
 
-        Returns:
-            The arrays `centroids` (P, C, S) float32 and `dim`, the dimension of the vectors.
-
-        Raises:
-            SpecError: The sample has no vectors, or there are more sub-vectors than dimensions.
+        `dim` is kept too.
         """
         vectors_TD = sample.vectors_TD.numpy()
         num_vectors, dim = vectors_TD.shape

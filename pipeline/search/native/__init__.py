@@ -87,7 +87,6 @@ class _Output(ctypes.Structure):
     ]
 
     def after(self, num_documents: int, num_tokens: int) -> _Output:
-        """Returns the part of the output that follows the first `num_documents` documents."""
         scores = self.scores and self.scores + 4 * num_documents
         pointers = (p and p + 4 * num_documents * num_tokens for p in (self.best, self.index))
         return _Output(scores, self.stride, *pointers)
@@ -95,10 +94,6 @@ class _Output(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Loads the library.
-
-    Returns None if it was not built.
-    """
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_maxsim{suffix}")
         if path.exists():
@@ -118,18 +113,6 @@ def _library() -> ctypes.CDLL | None:
     return None
 
 
-def _built_library() -> ctypes.CDLL:
-    """Returns the library.
-
-    Raises:
-        RuntimeError: The library was not built.
-    """
-    library = _library()
-    if library is None:
-        raise RuntimeError("the MaxSim library is not built")
-    return library
-
-
 @functools.cache
 def available() -> tuple[str, ...]:
     """Returns the supported levels, widest last. There are none without the library."""
@@ -139,10 +122,7 @@ def available() -> tuple[str, ...]:
 
 @functools.cache
 def _threads(num_threads: int, pid: int) -> ThreadPoolExecutor:
-    """Returns the executor of a process.
-
-    Threads of the parent do not survive a fork.
-    """
+    """Returns the executor of a process: threads of the parent do not survive a fork."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="maxsim")
 
 
@@ -173,14 +153,6 @@ def score(
 
     Queries of one token are scored by a function of their own, also in a batch with others, so that
     scores do not depend on the batch.
-
-    Args:
-        query_MD: float32, concatenated tokens of all queries.
-        query_lengths: (Q,) int64, number of tokens per query.
-        packed: Documents that `can_score` supports.
-        rows: (R,) int64, ascending indices of the documents to score, or None for all.
-        out_QR: float32 output, contiguous along R.
-        level: One of `available()`.
     """
     documents = Documents.select(packed, rows)
     has_one_token = query_lengths == 1
@@ -235,12 +207,6 @@ def best(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Finds the document token that matches each query token best, for every document.
 
-    Args:
-        query_MD: float32, query tokens.
-        packed: Documents that `can_score` supports.
-        rows: (R,) int64, ascending indices of the documents.
-        level: One of `available()`.
-
     Returns:
         Similarities (R, M) float32 and indices (R, M) int32 of the best tokens in their document.
         Ties resolve to the first token. Documents without tokens have -inf and -1.
@@ -275,9 +241,7 @@ class _Queries:
         packed: Panels of 32 tokens; the table of similarities (C, tokens with padding) int16 for
             centroid codes, and (256 P, tokens with padding) for product codes; or rows (Q, D) for
             queries of one token.
-        scales: Scale per token, or None if all are 1.
         bounds: (Q + 1,) int64, first token of each query.
-        num_tokens: Number of tokens.
         one_token: Whether each query has one token, and `packed` contains rows.
     """
 
@@ -288,7 +252,6 @@ class _Queries:
     one_token: bool = False
 
     def argument(self) -> _QueriesArgument:
-        """Returns the C struct of the queries."""
         return _QueriesArgument(
             packed=self.packed.data_ptr(),
             scales=None if self.scales is None else self.scales.data_ptr(),
@@ -301,7 +264,6 @@ class _Queries:
 
     @classmethod
     def rows(cls, query_QD: torch.Tensor, kind: int) -> _Queries:
-        """Packs queries of one token."""
         num_queries, dim = query_QD.shape
         bounds = np.arange(num_queries + 1)
         if kind != INT8:
@@ -354,12 +316,9 @@ class _Queries:
     def tabulate(
         cls, sim_CM: torch.Tensor, bounds: np.ndarray, largest_M: torch.Tensor | None = None
     ) -> _Queries:
-        """Quantises the similarities of all centroids and tokens, padded with zeros.
+        """Quantises the similarities (C, M), which are overwritten, padded with zeros.
 
-        Args:
-            sim_CM: Similarities, which are overwritten.
-            bounds: First token of each query, and the number of tokens.
-            largest_M: Largest value to represent per token, or None for that of the similarities.
+        `largest_M` defaults to the largest similarity per token.
         """
         num_tokens = sim_CM.shape[1]
         num_padded = -(-num_tokens // 32) * 32
@@ -374,10 +333,7 @@ class _Queries:
     def tabulate_parts(
         cls, query_MD: torch.Tensor, codec: ProductCodes, bounds: np.ndarray
     ) -> _Queries:
-        """Quantises the similarities of all centroids of sub-vectors and tokens (M, D).
-
-        The sum of the similarities of a vector's parts does not exceed 15 bits.
-        """
+        """Quantises the similarities of sub-vector centroids. Sums of parts stay below 15 bits."""
         centroids_PCS = codec.centroids(query_MD.device)
         num_parts, num_centroids, _ = centroids_PCS.shape
         sim_PCM = centroids_PCS @ split(query_MD, centroids_PCS).permute(1, 2, 0)
@@ -403,7 +359,9 @@ def _tasks(
     documents: Documents, queries: _Queries, output: _Output, level: int
 ) -> Iterator[Callable[[], None]]:
     """Yields calls of the library, one per run of documents."""
-    library, num_threads = _built_library(), torch.get_num_threads()
+    library, num_threads = _library(), torch.get_num_threads()
+    if library is None:
+        raise RuntimeError("the MaxSim library is not built")
     min_tokens = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
     for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, min_tokens):
 
@@ -419,7 +377,6 @@ def _tasks(
 
 
 def _run(tasks: Sequence[Callable[[], None]]) -> None:
-    """Runs tasks in as many threads as torch uses."""
     num_threads = torch.get_num_threads()
     if num_threads == 1 or len(tasks) == 1:
         for task in tasks:

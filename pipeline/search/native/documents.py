@@ -61,7 +61,6 @@ class _Layout:
     """Addresses of the vectors of all B items.
 
     Attributes:
-        kind: Number of the kind of the vectors.
         groups: (G,) arguments of the library, one per segment, without documents.
         firsts: (G + 1,) int64, first item of each segment, then the number of items.
         starts: (B,) int64, index of the first vector of each item in its segment.
@@ -78,7 +77,7 @@ class _Layout:
 
     @classmethod
     def of(cls, packed: PackedVectors) -> _Layout:
-        """Returns the layout of packed vectors. It is computed once."""
+        """Returns the layout of packed vectors, which is computed once."""
         if packed not in _layouts:
             segments = packed.segments
             kind = kind_of(segments[0])
@@ -107,7 +106,6 @@ _layouts: weakref.WeakKeyDictionary[PackedVectors, _Layout] = weakref.WeakKeyDic
 
 
 def _describe(group: np.void, segment: Segment, kind: int) -> None:
-    """Writes the argument of a segment without documents."""
     parts, codec = segment.parts, segment.codec
     values = parts[_VALUES.get(kind, "values")]
     group["kind"], group["dim"] = kind, segment.dim
@@ -128,8 +126,6 @@ class Documents:
     """Selected documents of packed vectors.
 
     Attributes:
-        kind: Number of the kind of the vectors.
-        segments: Segments that contain selected documents.
         starts: (R,) int64, index of the first vector of each document in its segment.
         lengths: (R,) int64, number of vectors per document.
         ends: (R,) int64, number of vectors up to and including those of each document.
@@ -171,7 +167,9 @@ class Documents:
         num_runs = max(min(max_runs, total // min_tokens), 1)
         targets = np.arange(1, num_runs) * (total // num_runs)
         bounds = np.concatenate([[0], np.searchsorted(self.ends, targets), [len(self.ends)]])
-        yield from ((a, b) for a, b in itertools.pairwise(bounds.tolist()) if a < b)
+        for first, end in itertools.pairwise(bounds.tolist()):
+            if first < end:
+                yield first, end
 
     def groups(self, begin: int, end: int) -> np.ndarray:
         """Verifies a run of documents and returns the arguments of the library, one per segment."""

@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.compression.random import Random
 from pipeline.config import SpecError
-from pipeline.index.prefixes import is_nested
+from pipeline.index.info import is_nested
 from pipeline.index.reader import Index
 from pipeline.index.status import representation_stats
 

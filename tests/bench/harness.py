@@ -69,7 +69,7 @@ class Bench:
         self.out = out
         self.record: dict[str, Any] = {
             "bench": name,
-            "command": shlex.join(["maxray", "bench", name, *arguments]),
+            "command": shlex.join(["python", "-m", "tests.bench", name, *arguments]),
             "when": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             "machine": machine(),
             "versions": versions(),

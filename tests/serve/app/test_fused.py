@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from pipeline.search.fusion import Fusion, FusionWeights
 from pipeline.search.options import Rerank
@@ -96,7 +97,6 @@ def test_indexes_list_scores_and_candidates(client):
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"fusion": Fusion(agreement=0)}, "score"),
         ({"score": "fused"}, "fusion.weights"),
         ({"score": "fused", "fusion": Fusion(agreement=0)}, "fusion.weights"),
         ({"candidates": "single+lemur"}, "candidates"),
@@ -106,6 +106,11 @@ def test_rejects_invalid_options(client, options, field):
     with pytest.raises(ServerError) as caught:
         client.search("wing", index="whole", **options)
     assert (caught.value.problem.code, caught.value.problem.field) == ("invalid_argument", field)
+
+
+def test_rejects_contradicting_options_before_a_request(client):
+    with pytest.raises(ValidationError, match="score must be fused if fusion is set"):
+        client.search("wing", index="whole", fusion=Fusion(agreement=0))
 
 
 def test_rejects_vectors(client):

@@ -71,7 +71,8 @@ if TYPE_CHECKING:  # imported lazily to keep --help fast
 
 BOLD_UNDERLINED, BRACKETS = ("\x1b[1;4m", "\x1b[0m"), ("[", "]")
 
-#: Fields of `SearchOptions` that are flags, with further arguments of `add_argument`.
+#: Fields of `SearchOptions` that are flags, in the order of --help, with further arguments of
+#: `add_argument`. `config.parse` converts values of the type `Assigned` to the type of their field.
 FLAGS: dict[str, dict[str, Any]] = {
     "representation": {"metavar": "NAME"},
     "k": {"type": Assigned, "metavar": "K"},

@@ -1,4 +1,4 @@
-"""Bases of the sources of published collections."""
+"""Bases of the sources of published collections of images and videos."""
 
 from __future__ import annotations
 

@@ -211,6 +211,8 @@ class BatchSearchRequest(SearchFields):
 
 
 class _SearchResponse(Response):
+    """Fields of the responses to single and batch searches, which `routes._search` fills."""
+
     request_id: str
     """Id of the request in the logs of the server."""
     index: str

@@ -22,6 +22,7 @@ import yaml
 from docs.extensions.parsers import PROFILES, SPECS, forms, parser
 from pipeline import config
 from pipeline.config import Spec
+from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
 from pipeline.serve import wire
 from tests.documentation import (
     REQUIREMENTS,
@@ -178,6 +179,20 @@ def test_blocks_are_valid(path):
         else:
             assert block.language in SHOWN or block.language.startswith("{"), block
     check_commands(inline_commands(path), files, path.name)
+
+
+@pytest.mark.parametrize(
+    ("components", "page"),
+    [
+        (COMPRESSORS, "docs/concepts/compression.md"),
+        (CODECS, "docs/concepts/compression.md"),
+        (ENCODERS, "docs/reference/encoders.md"),
+    ],
+    ids=lambda value: getattr(value, "kind", None),
+)
+def test_components_are_listed(components, page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [name for name in components.names() if f"`{name}`" not in text] == []
 
 
 def is_executed(block: Block) -> bool:

@@ -40,7 +40,7 @@ else:
 
 T = TypeVar("T")
 #: Import path of a class, with a colon between the module and the class.
-IMPORT_PATH = re.compile(r"[\w.]+:\w+")
+IMPORT_PATH = re.compile(r"\w+(\.\w+)*:\w+")
 
 
 class Registry(Generic[T]):
@@ -82,21 +82,22 @@ class Registry(Generic[T]):
         Raises:
             MissingExtra: The component needs an extra that is not installed.
             SpecError: The name is unknown, the package that provides the component cannot be
-                imported, or it has no such class.
+                imported, or it is not a component.
         """
         module, _, attribute = self._path(name).partition(":")
-        if (folder := os.getcwd()) not in sys.path:
+        if name not in self._all and (folder := os.getcwd()) not in sys.path:
             sys.path.append(folder)
         try:
-            return getattr(importlib.import_module(module), attribute)
+            component: Any = getattr(importlib.import_module(module), attribute, None)
         except ModuleNotFoundError as error:
             if (missing := as_missing_extra(error)) is not error:
                 raise missing from None
             problem = f"needs the missing module {error.name!r}"
             raise SpecError("name", name, "an installed component", problem) from error
-        except AttributeError:
-            problem = f"{module} has no class {attribute!r}"
-            raise SpecError("name", name, "the import path of a class", problem) from None
+        if not hasattr(component, "Spec"):
+            rule, problem = "the import path of a component", "is not a class with a Spec"
+            raise SpecError("name", name, rule, problem)
+        return component
 
     def spec_class(self, name: str) -> type[ComponentSpec]:
         """Returns the spec class of the component that is registered as `name`."""

@@ -146,7 +146,8 @@ def test_component_by_import_path():
     ("path", "message"),
     [
         ("nowhere:Sleeping", "needs the missing module 'nowhere'"),
-        ("tests.tiny.sleeping:Sleepin", "tests.tiny.sleeping has no class 'Sleepin'"),
+        ("tests.tiny.sleeping:Sleepin", "which is not a class with a Spec"),
+        ("subprocess:Popen", "which is not a class with a Spec"),
         ("tests.tiny.sleeping", "must be one of colbert, .*, got 'tests.tiny.sleeping'"),
     ],
 )

@@ -110,7 +110,9 @@ class Registry(Generic[T]):
             return value
         value = {"name": value} if isinstance(value, str) else value
         if isinstance(value, Mapping) and "class" in value:
-            value = {"name": value["class"], **{k: v for k, v in value.items() if k != "class"}}
+            if "name" in value:
+                raise SpecError("class", value["class"], "omitted if there is a name")
+            value = {"name" if key == "class" else key: item for key, item in value.items()}
         if isinstance(value, Mapping) and "name" not in value:
             raise MissingField("name", None, f"one of {', '.join(self.names())}")
         if not isinstance(value, Mapping) or not isinstance(value["name"], str):

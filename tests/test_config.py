@@ -140,6 +140,8 @@ def test_component_by_import_path():
     spec = ENCODERS.resolve({"class": SLEEPING, "dim": 8})
     assert ENCODERS.resolve(dump(spec)) == spec
     assert isinstance(ENCODERS.build(spec), Sleeping)
+    with pytest.raises(SpecError, match="^class must be omitted if there is a name, got 'tests"):
+        ENCODERS.resolve({"class": SLEEPING, "name": "minilm"})
 
 
 @pytest.mark.parametrize(

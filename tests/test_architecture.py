@@ -42,10 +42,21 @@ def test_imports_follow_package_order(path: Path):
     name = part(path)
     assert name in RANK, f"add {name} to ORDER"
     for module in imports(path):
-        assert not module.startswith("jobs"), module
         if module.startswith("pipeline."):
             other = module.split(".")[1]
             assert other == name or RANK[other] < RANK[name], f"{name} imports {other}"
+
+
+SHIPPED = sorted(path for folder in ("pipeline", "jobs") for path in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_wheel_imports_nothing_of_the_checkout(path: Path):
+    """The wheel has `pipeline` and `jobs` only, and `pipeline` does not import `jobs`."""
+    outside = {"tests", "examples"} | (
+        {"jobs"} if path.is_relative_to(ROOT / "pipeline") else set()
+    )
+    assert not outside & {module.split(".")[0] for module in imports(path)}
 
 
 def test_module_imports_are_acyclic():

@@ -56,8 +56,8 @@ def report(spec: StudySpec, runs: Sequence[Run], names: Sequence[str] = ()) -> s
 
     The first run of a row represents it. `names` are those of rows; empty for all of them.
     """
-    from examples.papers.studies.utilisation import Profile, utilisation_figure
     from pipeline.eval.report.plot import to_png  # matplotlib is an extra
+    from pipeline.eval.report.utilisation import Profile, utilisation_figure
 
     found = positions_of(runs, names)
     profiles = [

@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from examples.papers.studies.utilisation import Profile, lowest_similarity, utilisation_figure
 from pipeline.eval.report.plot import (
     REFERENCE,
     STYLES,
@@ -26,6 +25,7 @@ from pipeline.eval.report.plot import (
     to_svg,
 )
 from pipeline.eval.report.tables import method
+from pipeline.eval.report.utilisation import Profile, lowest_similarity, utilisation_figure
 from pipeline.eval.results import OSR, Evaluation, Result
 from pipeline.eval.views import (
     CandidatesScan,

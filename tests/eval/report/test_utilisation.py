@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from examples.papers.studies.utilisation import Profile, lowest_similarity, utilisation_figure
+from pipeline.eval.report.utilisation import Profile, lowest_similarity, utilisation_figure
 
 
 def test_panels_show_strengths_and_similarities():

@@ -143,9 +143,7 @@ ENCODERS: Registry[Encoder[Any]] = Registry(
     "encoders",
     {
         "colbert": "pipeline.encoders.colbert:ColBERT",
-        "colmodernvbert": "pipeline.encoders.colmodernvbert:ColModernVBert",
         "colpali": "pipeline.encoders.colpali:ColPali",
-        "colqwen2": "pipeline.encoders.colqwen2:ColQwen2",
         "dual": "pipeline.encoders.dual:Dual",
         "http": "pipeline.encoders.http:Http",
         "jina_v4": "pipeline.encoders.jina_v4:JinaV4",

@@ -42,7 +42,7 @@ def test_shipped_specs_have_known_fields(path: Path):
     ("spec", "message"),
     [
         ({"encoder": {"name": "minilm", "layerr": 3}}, "'layerr' in encoder; did you mean 'layer'"),
-        ({"encoder": {"name": "colqwen2", "modl": "m"}}, "'modl' in encoder; did you mean 'model'"),
+        ({"encoder": {"name": "colpali", "modl": "m"}}, "'modl' in encoder; did you mean 'model'"),
         ({"source": {"name": "text", "pth": "a"}}, "'pth' in source; did you mean 'path'"),
         ({"source": [{"name": "images"}, {"name": "combined", "sorces": []}]}, "in source[1];"),
         (
@@ -80,7 +80,7 @@ def test_other_specs_are_left_to_validation(spec):
 
 @pytest.mark.parametrize("verb", ["index", "plan"])
 def test_jobs_report_unknown_fields_before_slow_imports(tmp_path, verb):
-    (tmp_path / "spec.yaml").write_text("encoder: {name: colqwen2, modl: x}", "utf-8")
+    (tmp_path / "spec.yaml").write_text("encoder: {name: colpali, modl: x}", "utf-8")
     code = f"""
 import sys
 import jobs, jobs.{verb}

@@ -33,7 +33,7 @@ from pipeline.encoders.loading import (
     TOKENIZER_FILES,
     WEIGHTS,
     CheckpointSpec,
-    adapter_folder,
+    adapter_folders,
     check_checkpoint,
     check_tokenizer,
     checkpoint_fingerprint,
@@ -197,13 +197,13 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
     @classmethod
     def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
         """Loads the model without its projection."""
-        return load_model(spec, AutoModel, device_map, optional_weights=("pooler.",))
+        return load_model(spec, AutoModel, device_map, optional_weights=("pooler.", "linear."))
 
     @classmethod
     def weight_files(cls, spec: Spec) -> list[Path]:
         """Returns the weight files of the model, its adapter and its projection."""
-        adapter = adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
-        folders = {checkpoint_folder(spec, WEIGHTS), adapter, *projection_folders(spec)}
+        adapters = adapter_folders(spec, [*WEIGHTS, ADAPTER_SETTINGS])
+        folders = {checkpoint_folder(spec, WEIGHTS), *adapters, *projection_folders(spec)}
         return [path for folder in folders if folder for path in folder.glob("*.safetensors")]
 
     def save(self, folder: Path) -> None:

@@ -1,77 +1,290 @@
-"""ColPali: pages as 32 x 32 patches through PaliGemma, projected (Faysse et al., 2024).
+"""Late-interaction models of pages, images, video and audio (ColPali, Faysse et al., 2024).
 
-Checkpoints are those of the transformers class, such as `vidore/colpali-v1.3-hf`.
+A vision-language model and a linear projection give one vector per patch and per token of the
+prompt. `families` declares the families, which the checkpoint selects.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Literal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
-from PIL import Image
-from transformers import ColPaliForRetrieval, ColPaliProcessor
+from pydantic import Field, field_validator
+from transformers import (
+    ColModernVBertForRetrieval,
+    ColPaliForRetrieval,
+    ColQwen2ForRetrieval,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.utils import ModelOutput
 
-from pipeline.encoders.images import grid_extents
-from pipeline.encoders.loading import check_tokenizer
+from pipeline import config
+from pipeline.encoders import AttentionInfo
+from pipeline.encoders.appended import AppendedTokensSpec
+from pipeline.encoders.families import FAMILIES, Family, projection_names
+from pipeline.encoders.layers import attention_info, make_bidirectional
+from pipeline.encoders.loading import (
+    NOT_IN_FINGERPRINTS,
+    SETTINGS,
+    WEIGHTS,
+    CheckpointSpec,
+    check_checkpoint,
+    checkpoint_fingerprint,
+    checkpoint_folder,
+    hash_files,
+    load_linear,
+    load_model,
+    load_model_config,
+    weight_names,
+)
 from pipeline.encoders.model_inputs import ModelInput
-from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpec
-from pipeline.encoders.tokenizing import TOKENIZER_LOCK
-from pipeline.tokens import PROMPT, VISUAL
+from pipeline.encoders.pages import PageReader, page_reader
+from pipeline.encoders.qwen_model import positioned
+from pipeline.encoders.qwen_omni import thinker_inputs
+from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.encoders.templates import TemplateSpec
+from pipeline.encoders.trained import appended_hashes, check_appended_tokens
+
+#: Classes of transformers by the type of their vision-language models.
+TRANSFORMERS: dict[str, type[PreTrainedModel]] = {
+    "modernvbert": ColModernVBertForRetrieval,
+    "paligemma": ColPaliForRetrieval,
+    "qwen2_vl": ColQwen2ForRetrieval,
+}
+#: Names of weights in the model by patterns of those that colpali-engine and older versions save.
+ENGINE_NAMES = {
+    r"^(base_model\\?\.model\\?\.|model\.)?(custom_text_proj|linear)(?:\.base_layer)?\.": (
+        "custom_text_proj."
+    ),
+    r"^(?:base_model\.model\.)?model\.language_model\.model\.": "language_model.",
+    r"^(?:base_model\.model\.)?model\.(?=language_model\.|text_model\.|vision_|visual\.)": "",
+    r"^(?:base_model\.model\.)?model\.(?=connector\.|multi_modal_projector\.|audio_tower\.)": "",
+    r"^(?:base_model\.model\.)?model\.(?=layers\.|embed_tokens\.|norm\.)": "language_model.",
+}
 
 
-class ColPaliReader(RetrievalReader["ColPali.Spec"]):
-    """Reader that resizes an image to a square, so that its patches form a regular grid."""
+class ColPali(SequenceEncoder["ColPali.Spec"]):
+    """Encoder of pages, images and frames, and with ColQwen-Omni of video and audio.
 
-    processor_class = ColPaliProcessor
+    Items with several images, such as the frames of a video, are encoded one image at a time. Image
+    queries are encoded like pages.
+    """
 
-    def __init__(self, spec: ColPali.Spec):
-        super().__init__(spec)
-        check_tokenizer(spec.model, self.processor.tokenizer, "bos_token")
-        self.query_affixes = (self.processor.tokenizer.bos_token, "\n")
-
-    def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
-        """Returns the patches in row-major order, followed by the prompt."""
-        with TOKENIZER_LOCK:
-            output = self.processor.process_images([image], return_tensors="pt")
-        is_visual = output["input_ids"][0] == self.processor.image_token_id
-        side = math.isqrt(int(is_visual.sum()))
-        extents = torch.full((len(is_visual), 6), torch.nan)
-        extents[is_visual] = grid_extents(side, side, (start, stop))
-        return ModelInput.create(
-            {name: output[name][0] for name in ("input_ids", "token_type_ids")},
-            {"pixel_values": output["pixel_values"]},
-            torch.where(is_visual, VISUAL, PROMPT),
-            keep=is_visual if self.spec.output_tokens == "visual" else None,
-            extents=extents,
-        )
-
-    def query_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the token ids and the token types, which select the attention mask."""
-        # Type 0 is bidirectional. Without token types, transformers 5.23 uses causal attention if
-        # the implementation is eager or the batch has padding, and bidirectional attention
-        # otherwise.
-        types = torch.full_like(ids, 0 if self.spec.bidirectional_queries else 1)
-        return {"input_ids": ids, "token_type_ids": types}
-
-
-class ColPali(Retrieval["ColPali.Spec"]):
-    """Encoder with ColPali. Patches and prompt tokens have 128 dimensions each."""
-
-    class Spec(RetrievalSpec):
-        """Checkpoint, the tokens that are kept, and the attention mask of queries.
-
-        The default query prefix is "Question: ", as in transformers. The authors' public engine
-        uses none.
-        """
+    class Spec(TemplateSpec, AppendedTokensSpec, CheckpointSpec):
+        """Checkpoint, the tokens that are kept, and settings that its family supports."""
 
         name: Literal["colpali"] = "colpali"
-        output_tokens: Literal["all", "visual"] = "all"
-        """"all" keeps patches and prompt tokens, as the paper does; "visual" only patches."""
+        query_prefix: str | None = None
+        """Prefix of each query. If null, the checkpoint's or the family's is used. `{instruction}`
+        is replaced with the instruction of the benchmark's task."""
+        num_augmentation: int | None = Field(None, ge=0)
+        """Number of augmentation tokens appended to each query, whose vectors contribute to MaxSim.
+        If null, that of the family: 10, or none for ColGemma3."""
+        projection: str | None = None
+        """Folder with a projection in a safetensors file, `weight` and optionally `bias`, as
+        training writes it. Null: the checkpoint's projection.
+        """
+        output_tokens: Literal["all", "visual", "tiles"] = "all"
+        """"all" keeps patches and prompt tokens, as the libraries do. "visual" keeps only patches,
+        and audio. "tiles" keeps only patches of tiles, which form one grid, without the downscaled
+        image of ColIdefics3 and ColModernVBert.
+        """
+        min_pixels: int | None = Field(None, ge=1)
+        """Minimum number of pixels per image after resizing, for ColQwen models. If null, the
+        checkpoint's value is used."""
+        max_pixels: int | None = Field(None, ge=1)
+        """Maximum number of pixels per image after resizing, for ColQwen models. If null, the
+        checkpoint's value is used."""
+        positions: Literal["3d", "1d"] = "3d"
+        """Positions of the patches of ColQwen models: "3d" in time, row and column, with which they
+        were trained, or consecutive, as in transformers 5."""
+        bidirectional: bool = False
+        """Use bidirectional attention. ColQwen models are trained with causal attention."""
         bidirectional_queries: bool = True
-        """Use bidirectional attention in queries, as transformers does. The authors' public engine
-        uses causal attention.
+        """Use bidirectional attention in the queries of ColPali, as transformers does.
+        colpali-engine uses causal attention if queries are padded.
         """
 
-    model_class = ColPaliForRetrieval
-    reader_class = ColPaliReader
+        @field_validator("projection")
+        @classmethod
+        def _make_projection_absolute(cls, projection: str | None) -> str | None:
+            return None if projection is None else config.absolute(projection)
+
+    normalised = True
+    pooled_dim = None
+    empty_reason = "no image"
+    has_projection = True
+
+    def __init__(self, spec: Spec, device_map: str | None = None):
+        self.settings, self.family = _declared(spec)
+        super().__init__(spec, device_map)
+        if spec.bidirectional:
+            make_bidirectional(self.attention_module())
+        self.dim = self.projection.out_features
+        more: dict[str, Any] = {}
+        if spec.projection:
+            more["projection"] = hash_files(Path(spec.projection), WEIGHTS)
+        # Fields at their defaults are not hashed, except those that all checkpoints have.
+        new = ("min_pixels", "max_pixels", "positions", "bidirectional", "num_augmentation")
+        fields = type(spec).model_fields
+        more |= {n: getattr(spec, n) for n in new if getattr(spec, n) != fields[n].default}
+        self.fingerprint = checkpoint_fingerprint(
+            spec, (*NOT_IN_FINGERPRINTS, "projection", *new), **more, **appended_hashes(spec)
+        )
+
+    @classmethod
+    def check(cls, spec: Spec) -> None:
+        """Checks the checkpoint, and the fields that only some families support."""
+        settings, family = _declared(spec)
+        rules = {
+            "min_pixels": family.media in ("grid", "omni"),
+            "max_pixels": family.media in ("grid", "omni"),
+            "positions": family.media in ("grid", "omni"),
+            "bidirectional": family.media in ("grid", "omni"),
+            "bidirectional_queries": family.title == "ColPali",
+        }
+        for field, is_supported in rules.items():
+            default = cls.Spec.model_fields[field].default
+            is_valid = is_supported or getattr(spec, field) == default
+            spec.require(is_valid, field, f"{default} for {family.title}")
+        has_tiles = family.media == "tiles" or spec.output_tokens != "tiles"
+        spec.require(has_tiles, "output_tokens", f"all or visual for {family.title}")
+        width = settings.get_text_config().hidden_size
+        check_appended_tokens(spec, width)
+        if spec.projection:
+            load_linear(Path(spec.projection), width, "projection", spec.projection)
+        cls.reader(spec)
+
+    @classmethod
+    def supported_inputs(cls, spec: Spec) -> tuple[str, ...]:
+        """Returns images and video frames, and audio for ColQwen-Omni."""
+        _, family = _declared(spec)
+        return ("image", "frames", "audio") if family.media == "omni" else ("image", "frames")
+
+    @classmethod
+    def attention(cls, spec: Spec) -> AttentionInfo:
+        """Returns column sums and the row of the last token.
+
+        The model has no pooled vector.
+        """
+        settings, _ = _declared(spec)
+        return attention_info(settings.get_text_config(), ("column_sums", "eos_row"), spec)
+
+    @classmethod
+    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
+        """Returns "text" and "image"."""
+        return ("text", "image")
+
+    @classmethod
+    def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
+        """Loads the model, with the spec's projection if it names one."""
+        settings, family = _declared(spec)
+        if family.library == "transformers":
+            model = load_model(spec, TRANSFORMERS[settings.model_type], device_map)
+        else:
+            # The width is that of the weights, because few checkpoints record it.
+            folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
+            shapes = weight_names(folder, spec.model)
+            name = projection_names(shapes).get("weight")
+            if name is None:
+                check_checkpoint(spec, *FAMILIES, has_projection=True)
+            width, _ = shapes[cast(str, name)]
+            backbone: Any = MODEL_MAPPING[type(settings)]
+            model_class = projected(backbone, width)
+            model = load_model(spec, model_class, device_map, renamed=ENGINE_NAMES)
+        if spec.projection:
+            name = projection_name(model)
+            old: Any = model.get_submodule(name)
+            folder = Path(spec.projection)
+            layer = load_linear(folder, old.in_features, "projection", spec.projection)
+            setattr(model, name, layer.to(old.weight.device, old.weight.dtype).eval())
+        return model
+
+    @classmethod
+    def reader(cls, spec: Spec) -> PageReader:
+        """Returns the reader of items and queries."""
+        return page_reader(spec, *_declared(spec))
+
+    def attention_module(self) -> PreTrainedModel:
+        """Returns the language model."""
+        return self.backbone.get_decoder()
+
+    @property
+    def backbone(self) -> Any:
+        """Vision-language model without the projection."""
+        return getattr(self.model, "vlm", self.model)
+
+    @property
+    def projection(self) -> torch.nn.Linear:
+        """Linear layer that maps the language model's hidden states to token vectors."""
+        return cast(torch.nn.Linear, self.model.get_submodule(projection_name(self.model)))
+
+    def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
+        """Concatenates media, or stacks tiles padded with zero tiles, which the model ignores."""
+        media = [sequence.media for sequence in inputs if sequence.media]
+        if self.family.media != "tiles" or not media:
+            return super().join_media(inputs)
+        return {
+            name: torch.nn.utils.rnn.pad_sequence([each[name] for each in media], batch_first=True)
+            for name in media[0]
+        }
+
+    def forward(
+        self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Returns the projected hidden states."""
+        for name in ("pixel_values", "pixel_values_videos"):
+            if name in inputs:
+                inputs[name] = inputs[name].to(self.model.dtype)
+        if self.family.media == "omni":
+            inputs = thinker_inputs(inputs)
+        elif self.family.media == "grid":
+            inputs = positioned(self.backbone, inputs, self.spec.positions)
+            if self.backbone is not self.model and "pixel_values" in inputs:
+                # The class of transformers expects the patches of each image, padded.
+                counts = inputs["image_grid_thw"].prod(dim=1).tolist()
+                patches = inputs["pixel_values"].split(counts)
+                inputs["pixel_values"] = torch.nn.utils.rnn.pad_sequence(
+                    list(patches), batch_first=True
+                )
+        return self.model(**inputs, use_cache=False).embeddings, None
+
+
+def projected(backbone: type[PreTrainedModel], width: int) -> type[PreTrainedModel]:
+    """Returns the class of a backbone with a projection, as colpali-engine names and saves it."""
+
+    class Projected(backbone):  # type: ignore[valid-type, misc]
+        """Vision-language model with a projection of its last hidden states."""
+
+        def __init__(self, settings: PretrainedConfig):
+            super().__init__(settings)
+            hidden = settings.get_text_config().hidden_size
+            self.custom_text_proj = torch.nn.Linear(hidden, width)
+            self.post_init()
+
+        def forward(self, *args: Any, **inputs: Any) -> ModelOutput:
+            """Returns the projected hidden states (B, L, D) as `embeddings`."""
+            states_BLH = super().forward(*args, **inputs).last_hidden_state
+            return ModelOutput(embeddings=self.custom_text_proj(states_BLH))
+
+    Projected.__name__ = Projected.__qualname__ = f"Projected{backbone.__name__}"
+    return Projected
+
+
+def projection_name(model: torch.nn.Module) -> str:
+    """Returns the name of the projection within a model."""
+    names = ("custom_text_proj", "embedding_proj_layer")
+    return next(name for name in names if hasattr(model, name))
+
+
+def _declared(spec: ColPali.Spec) -> tuple[PretrainedConfig, Family]:
+    """Returns the settings of the vision-language model of a checkpoint, and its family."""
+    settings = load_model_config(spec.model, checkpoint_folder(spec, SETTINGS))
+    family = FAMILIES.get(settings.model_type)
+    check_checkpoint(spec, *FAMILIES, has_projection=True)
+    assert family is not None
+    return getattr(settings, "vlm_config", settings), family

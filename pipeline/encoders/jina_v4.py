@@ -32,7 +32,7 @@ from pipeline.encoders.loading import (
     ADAPTER_SETTINGS,
     NOT_IN_FINGERPRINTS,
     WEIGHTS,
-    adapter_folder,
+    adapter_folders,
     check_checkpoint,
     checkpoint_fingerprint,
     checkpoint_folder,
@@ -103,7 +103,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         self.fingerprint = checkpoint_fingerprint(
             spec,
             (*NOT_IN_FINGERPRINTS, "documents", "max_item_tokens"),
-            adapters=hash_files(adapters, [*WEIGHTS, *ADAPTER_SETTINGS]) if adapters else {},
+            adapters=hash_files(adapters, [*WEIGHTS, ADAPTER_SETTINGS]) if adapters else {},
             **appended_hashes(spec),
         )
 
@@ -243,7 +243,7 @@ def _load_projector(spec: JinaV4.Spec, folder: Path) -> torch.nn.Linear:
 
 def _find_adapters(spec: JinaV4.Spec) -> Path | None:
     if spec.adapter is not None:
-        return adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+        return adapter_folders(spec, [*WEIGHTS, ADAPTER_SETTINGS])[-1]
     folder = checkpoint_folder(spec, ["adapters/*"]) / "adapters"
     return folder if (folder / "adapter_config.json").is_file() else None
 

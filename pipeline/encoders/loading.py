@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import safetensors
 import torch
@@ -17,6 +18,8 @@ from transformers.utils import is_flash_attn_2_available
 
 from pipeline import config, extras
 from pipeline.config import SpecError, reading
+from pipeline.encoders.adapters import merge_adapter
+from pipeline.encoders.families import FAMILIES, Family, projection_names
 from pipeline.encoders.varlen import use_varlen_attention
 from pipeline.paths import local_path
 from pipeline.runtime.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
@@ -41,20 +44,26 @@ SETTINGS = [
     "chat_template.jinja",
 ]
 #: Files of a LoRA adapter in the format of peft.
-ADAPTER_SETTINGS = ["adapter_config.json"]
+ADAPTER_SETTINGS = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: One of each is required. Without them transformers falls back to the default image processor, or
 #: to a tokenizer with an empty vocabulary.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
 MODEL_RULE = "the path of an existing folder, or the hub name of a model"
+#: Weights that no encoder uses: heads, the speech decoder of Omni, and buffers of older versions.
+UNUSED = re.compile(
+    r"(.*\.)?(lm_head|cls|pooler|head|classifier|talker|token2wav|multi_vector_projector)\..*"
+    r"|(.*\.)?(position_ids|inv_freq)"
+)
 
 
 class CheckpointFields(config.Spec):
     """Fields of the specs of all models with weights of the transformers library."""
 
     model: str
-    """Hub name, or local folder as `save_pretrained` writes it."""
+    """Hub name, or local folder as `save_pretrained` writes it. It can be a LoRA adapter, whose
+    base model is then loaded."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""
     adapter: str | None = None
@@ -124,53 +133,176 @@ CheckpointSpecT = TypeVar("CheckpointSpecT", bound=CheckpointSpec)
 
 
 def checkpoint_folder(spec: Checkpoint, files: Iterable[str]) -> Path:
-    """Returns the checkpoint's folder. Missing `files` (patterns) of a hub model are downloaded.
+    """Returns the folder of the model's weights. Missing `files` (patterns) are downloaded.
+
+    If `model` is an adapter, the folder is that of its base model.
 
     Raises:
-        SpecError: `model` is neither a folder nor a model that can be downloaded from the hub.
+        SpecError: `model` is neither a folder nor a model that can be downloaded from the hub, or
+            is an adapter without a base model.
     """
-    return find_checkpoint(spec.model, spec.revision, list(files), MODEL_RULE)
+    model, revision, _ = _resolve(spec)
+    try:
+        return find_checkpoint(model, revision, list(files), MODEL_RULE)
+    except SpecError as error:
+        if model == spec.model:
+            raise
+        rule, note = (
+            "an adapter whose base model can be loaded",
+            (f"; pass the base model as model and {spec.model} as adapter"),
+        )
+        problem = f"whose base_model_name_or_path {model!r} {error.problem}"
+        raise SpecError("model", spec.model, rule, problem, note) from None
 
 
-def adapter_folder(adapter: str | None, files: Iterable[str]) -> Path | None:
-    """Returns the folder of an adapter, which is a hub name or a path, or None without one.
+def adapter_folders(spec: Checkpoint, files: Iterable[str]) -> list[Path]:
+    """Returns the folders of the adapters of a spec: that of `model`, if it is one, and `adapter`.
+
+    Raises `SpecError` like `adapter_folder`.
+    """
+    files = list(files)
+    return [adapter_folder(*adapter, files) for adapter in _resolve(spec).adapters]
+
+
+def adapter_folder(field: str, adapter: str, revision: str | None, files: Sequence[str]) -> Path:
+    """Returns the folder of an adapter. Missing `files` (patterns) are downloaded.
 
     Raises:
-        SpecError: For `adapter`: it does not exist, is not in peft's format, or its weights are not
+        SpecError: For `field`: it does not exist, is not in peft's format, or its weights are not
             safetensors.
     """
-    if adapter is None:
-        return None
-    files = list(files)
     try:
-        folder = find_checkpoint(adapter, None, files, MODEL_RULE)
+        folder = find_checkpoint(adapter, revision, files, MODEL_RULE)
     except SpecError as error:
-        raise error.at("adapter") from None
+        raise error.at(field) from None
     # The weights are checked because peft falls back to pickled ones. Those of a hub adapter may
     # not have been downloaded yet.
     has_weights = Path(adapter).is_dir() or set(WEIGHTS) <= set(files)
-    for name in (*ADAPTER_SETTINGS, *[ADAPTER_WEIGHTS] * has_weights):
+    for name in (ADAPTER_SETTINGS, *[ADAPTER_WEIGHTS] * has_weights):
         if not (folder / name).is_file():
             rule = "a LoRA adapter in the format of peft (pickled weights are not loaded)"
-            raise SpecError("adapter", adapter, rule, f"has no {name}")
+            raise SpecError(field, adapter, rule, f"has no {name}")
     return folder
 
 
-def check_checkpoint(spec: Checkpoint, *model_types: str) -> PretrainedConfig:
+def processor_folder(spec: Checkpoint) -> Path:
+    """Returns the folder of the processor and tokenizer, which `model` has even if an adapter."""
+    folder = find_checkpoint(spec.model, spec.revision, SETTINGS, MODEL_RULE)
+    groups = (PROCESSOR_FILES, TOKENIZER_FILES)
+    if all(any((folder / name).is_file() for name in names) for names in groups):
+        return folder
+    return checkpoint_folder(spec, SETTINGS)
+
+
+class _Parts(NamedTuple):
+    """Name and revision of the model with the weights, and field, name and revision of adapters."""
+
+    model: str
+    revision: str | None
+    adapters: list[tuple[str, str, str | None]]
+
+
+def _resolve(spec: Checkpoint) -> _Parts:
+    """Returns the parts of a model, which may be an adapter in a folder of its own."""
+    added: list[tuple[str, str, str | None]] = []
+    if spec.adapter:
+        added.append(("adapter", spec.adapter, None))
+    files = ["config.json", ADAPTER_SETTINGS]
+    folder = find_checkpoint(spec.model, spec.revision, files, MODEL_RULE)
+    weights = {path.name for path in folder.glob("*.safetensors")}
+    is_model = (folder / "config.json").is_file() and weights != {ADAPTER_WEIGHTS}
+    if is_model or not (folder / ADAPTER_SETTINGS).is_file():
+        return _Parts(spec.model, spec.revision, added)
+    settings = load_json(folder / ADAPTER_SETTINGS, spec.model)
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    if not base or not isinstance(base, str):
+        rule = f"an adapter with base_model_name_or_path in its {ADAPTER_SETTINGS}"
+        note = f"; pass the base model as model and {spec.model} as adapter"
+        raise SpecError("model", spec.model, rule, "has none", note)
+    adapters = [("model", spec.model, spec.revision), *added]
+    return _Parts(base, settings.get("revision"), adapters)
+
+
+def _check_base(spec: Checkpoint, folder: Path) -> None:
+    """Checks that `adapter`, in a folder, was trained on `model`, if the names can be compared."""
+    try:
+        settings = load_json(folder / ADAPTER_SETTINGS, str(spec.adapter))
+    except SpecError as error:
+        raise error.at("adapter") from None
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    if not isinstance(base, str) or Path(base).is_dir() != Path(spec.model).is_dir():
+        return
+    if Path(base).is_dir():
+        is_equal = hash_files(Path(base), WEIGHTS) == hash_files(Path(spec.model), WEIGHTS)
+    else:  # copies of a model under another owner keep its name
+        is_equal = (
+            base.rpartition("/")[2] == spec.model.rpartition("/")[2] or Path(base).is_absolute()
+        )
+    if not is_equal:
+        note = f"; pass {spec.adapter} as model to load it with its base model"
+        rule = f"an adapter of {spec.model}"
+        raise SpecError("adapter", spec.adapter, rule, f"is one of {base}", note)
+
+
+def check_checkpoint(
+    spec: Checkpoint, *model_types: str, has_projection: bool = False
+) -> PretrainedConfig:
     """Returns the configuration of a checkpoint of one of the types. Weights are not loaded.
 
+    Args:
+        has_projection: Whether the checkpoint is one of colpali-engine, with a projection.
+
     Raises:
-        SpecError: The checkpoint does not exist, has another type, or has no safetensors weights.
+        SpecError: The checkpoint does not exist, has another type or no safetensors weights, or
+            differs in its projection, or the adapter was trained on another model.
     """
     folder = checkpoint_folder(spec, SETTINGS)
     settings = load_model_config(spec.model, folder)
     if settings.model_type not in model_types:
         rule = f"a checkpoint of the type {' or '.join(model_types)}"
-        raise SpecError("model", spec.model, rule, f"is a {settings.model_type}")
-    if Path(spec.model).is_dir():
-        check_safetensors(spec.model, folder)
-    adapter_folder(spec.adapter, ADAPTER_SETTINGS)
+        family = FAMILIES.get(settings.model_type)
+        note = f"; the encoder colpali reads {family.title}" if family else ""
+        raise SpecError("model", spec.model, rule, f"is a {settings.model_type}", note)
+    model = _resolve(spec).model
+    if Path(model).is_dir():
+        check_safetensors(model, folder)
+        if family := FAMILIES.get(settings.model_type):
+            _check_projection(spec, weight_names(folder, spec.model), family, has_projection)
+    adapters = adapter_folders(spec, [ADAPTER_SETTINGS])
+    if spec.adapter and len(adapters) == 1:
+        _check_base(spec, adapters[0])
     return settings
+
+
+def _check_projection(
+    spec: Checkpoint, names: Iterable[str], family: Family, has_projection: bool
+) -> None:
+    """Checks that a checkpoint has a projection, or that it has none."""
+    found = projection_names(names)
+    if has_projection and "weight" not in found:
+        rule = f"a {family.title} with a projection"
+        note = "; the encoders qwen_vl and qwen_omni read models of Qwen without one"
+        raise SpecError("model", spec.model, rule, "has no weights of one", note)
+    if found and not has_projection:
+        problem = f"has weights {found.get('weight', min(found.values()))}"
+        note = f"; the encoder colpali reads {family.title}"
+        raise SpecError("model", spec.model, "a model without a projection", problem, note)
+
+
+def weight_names(folder: Path, model: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the weights in the safetensors files of a folder, by name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        rule, problem = (
+            "a model with valid safetensors files",
+            f"has {path.name}, which cannot be loaded",
+        )
+        with (
+            reading("model", model, rule, SafetensorError, problem=problem),
+            safetensors.safe_open(path, "pt") as file,
+        ):
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
 
 
 def load_model_config(model: str, folder: Path) -> PretrainedConfig:
@@ -182,7 +314,7 @@ def load_model_config(model: str, folder: Path) -> PretrainedConfig:
 
 def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:
     """Checks that a checkpoint has at least one of the named files."""
-    folder = checkpoint_folder(spec, SETTINGS)
+    folder = processor_folder(spec)
     if not any((folder / name).is_file() for name in names):
         rule = f"a checkpoint with one of {', '.join(names)}"
         raise SpecError("model", spec.model, rule, "has no such file")
@@ -190,7 +322,7 @@ def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:
 
 def load_processor(spec: CheckpointFields, processor_class: Any, **options: Any) -> Any:
     """Loads the processor, tokenizer or feature extractor of a checkpoint."""
-    folder = checkpoint_folder(spec, SETTINGS)
+    folder = processor_folder(spec)
     rule = f"a checkpoint with a {processor_class.__name__}"
     with reading("model", spec.model, rule, *LOAD_ERRORS, problem="has no usable processor"):
         return processor_class.from_pretrained(folder, trust_remote_code=False, **options)
@@ -247,12 +379,17 @@ def load_model(
     model_class: Any,
     device_map: str | None = None,
     optional_weights: tuple[str, ...] = (),
-    folder: Path | None = None,
+    renamed: Mapping[str, str] | None = None,
 ) -> PreTrainedModel:
     """Loads a model in evaluation mode and merges its adapter. Uses the GPU if there is one.
 
-    The device map "auto" distributes it over the visible GPUs. Weights that begin with one of
-    `optional_weights` are unused and may be missing. `folder` is that of the checkpoint, if known.
+    Args:
+        device_map: "auto" distributes the model over the visible GPUs.
+        optional_weights: Prefixes of weights that are unused here and may be missing.
+        renamed: Names of weights in the model by patterns of saved names.
+
+    Raises:
+        SpecError: The checkpoint lacks weights, or has some that the model does not use.
     """
     # Checked here because the spec may have been checked on a machine without a GPU.
     if spec.attention == "flash_attention_2" and not is_flash_attn_2_available():
@@ -260,8 +397,9 @@ def load_model(
         raise SpecError("attention", spec.attention, "sdpa or eager", problem)
     if device_map:
         extras.require("accelerate")
-    folder = folder or checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
+    folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
     options: dict[str, Any] = {"device_map": device_map} if device_map else {}
+    options |= {"key_mapping": dict(renamed)} if renamed else {}
     rule = f"a {model_class.__name__} checkpoint"
     errors = (*LOAD_ERRORS, RuntimeError, SafetensorError)
     with reading("model", spec.model, rule, *errors, problem="cannot be loaded"):
@@ -282,44 +420,23 @@ def load_model(
         name, *shapes = min(found["mismatched_keys"])
         actual, expected = (" x ".join(map(str, shape)) for shape in shapes)
         defect = f"has {name} of shape {actual} instead of {expected}, as in its config.json"
+    unused = sorted(
+        key
+        for key in found["unexpected_keys"]
+        if not (UNUSED.fullmatch(key) or key.startswith(optional_weights))
+    )
+    if unused and not defect:
+        defect = f"has weights that the model does not use: {', '.join(unused[:3])}"
     if defect:
         raise SpecError("model", spec.model, rule, defect)
-    adapter = adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
-    if adapter is not None:
-        model = merge_adapter(model, adapter, spec)
+    files = [*WEIGHTS, ADAPTER_SETTINGS]
+    for adapter, part in zip(adapter_folders(spec, files), _resolve(spec).adapters, strict=True):
+        model = merge_adapter(model, adapter / ADAPTER_WEIGHTS, *part[:2])
     if not device_map:
         model.to("cuda" if torch.cuda.is_available() else "cpu")
     if spec.attention == "sdpa":
         use_varlen_attention(model)
     return model.eval()
-
-
-def merge_adapter(model: PreTrainedModel, adapter: Path, spec: Checkpoint) -> PreTrainedModel:
-    """Merges the weights of a LoRA adapter in a folder into the model that it was trained on.
-
-    Raises:
-        MissingExtra: peft is not installed.
-        SpecError: The adapter does not fit the model.
-    """
-    extras.require("peft")
-    from peft import PeftConfig, PeftModel
-
-    rule = f"a LoRA adapter of {spec.model}"
-    with reading("adapter", spec.adapter, rule, *LOAD_ERRORS, RuntimeError, SafetensorError):
-        settings = PeftConfig.from_pretrained(str(adapter))
-        if settings.peft_type != "LORA":
-            problem = f"has the peft type {settings.peft_type}"
-            raise SpecError("adapter", spec.adapter, rule, problem)
-        tuned = PeftModel(model, settings)
-        found = tuned.load_adapter(str(adapter), tuned.active_adapter)
-    # peft ignores both without an error.
-    for keys, problem in (
-        (found.missing_keys, "has no weights"),
-        (found.unexpected_keys, "has weights of an unknown layer:"),
-    ):
-        if keys:
-            raise SpecError("adapter", spec.adapter, rule, f"{problem} {min(keys)}")
-    return tuned.merge_and_unload()
 
 
 def load_linear(
@@ -361,12 +478,20 @@ def checkpoint_fingerprint(
     implementations differ visibly in half precision.
     """
     folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
-    adapter = adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
-    files = hash_files(folder, [*WEIGHTS, *SETTINGS])
-    if adapter:
-        files |= hash_files(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+    files = hash_files(folder, [*WEIGHTS, *SETTINGS]) | hash_files(processor_folder(spec), SETTINGS)
+    files |= adapter_hashes(spec)
     settings = config.dump(spec, exclude=ignored)
     return config.digest({"files": files, "settings": settings, **more})
+
+
+def adapter_hashes(spec: Checkpoint) -> dict[str, str]:
+    """Returns the SHA-256 of the files of the adapters of a spec, by name."""
+    files = [*WEIGHTS, ADAPTER_SETTINGS]
+    hashes: dict[str, str] = {}
+    for number, folder in enumerate(adapter_folders(spec, files)):
+        prefix = f"{number}/" if number else ""
+        hashes |= {prefix + name: value for name, value in hash_files(folder, files).items()}
+    return hashes
 
 
 def hash_files(folder: Path, patterns: Iterable[str]) -> dict[str, str]:

@@ -49,8 +49,10 @@ from pipeline.encoders.loading import (
     ADAPTER_SETTINGS,
     SETTINGS,
     WEIGHTS,
-    adapter_folder,
+    adapter_folders,
+    adapter_hashes,
     check_tokenizer,
+    checkpoint_folder,
     hash_files,
     load_json,
     load_model,
@@ -77,7 +79,7 @@ from pipeline.encoders.trained import (
 )
 from pipeline.encoders.words import Words
 from pipeline.paths import local_path
-from pipeline.runtime.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
+from pipeline.runtime.checkpoint import LOAD_ERRORS, check_safetensors
 from pipeline.taps import MODEL_STATISTICS, Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
 
@@ -193,7 +195,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         self.tokenizer = _load_tokenizer(spec, folder)
         model_class = MODEL_MAPPING[type(AutoConfig.from_pretrained(folder))]
         # The pooler is unused, and many checkpoints have none.
-        self.model = load_model(spec, model_class, optional_weights=("pooler.",), folder=folder)
+        self.model = load_model(_located(spec), model_class, optional_weights=("pooler.",))
         self.device = self.model.device
         width = self.model.config.hidden_size
         self.num_states = 1 if isinstance(spec.layer, int) else len(spec.layer)
@@ -209,7 +211,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         folder = _find_folder(spec, [*SETTINGS, PROMPTS_FILE])
         is_local = spec.model == BUNDLED or Path(spec.model).is_dir()
         _check_folder(spec, folder, with_weights=is_local)
-        adapter_folder(spec.adapter, ADAPTER_SETTINGS)
+        adapter_folders(_located(spec), [ADAPTER_SETTINGS])
 
     @classmethod
     def attention(cls, spec: Spec) -> AttentionInfo | None:
@@ -373,9 +375,9 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     @classmethod
     def weight_files(cls, spec: Spec) -> list[Path]:
         """Returns the weight files of the model and its adapter."""
-        adapter = adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
-        folders = [_find_folder(spec, WEIGHTS), adapter]
-        return [path for folder in folders if folder for path in folder.glob("*.safetensors")]
+        adapters = adapter_folders(_located(spec), [*WEIGHTS, ADAPTER_SETTINGS])
+        folders = [_find_folder(spec, WEIGHTS), *adapters]
+        return [path for folder in folders for path in folder.glob("*.safetensors")]
 
     def read_queries(self, texts: Sequence[str]) -> list[list[_Window]]:
         """Returns the windows of each query."""
@@ -601,10 +603,14 @@ class _Window:
 
 def _find_folder(spec: MiniLM.Spec, hub_files: list[str]) -> Path:
     """Returns the checkpoint's folder. Missing `hub_files` of a hub model are downloaded."""
-    if spec.model == BUNDLED:
-        return bundled_folder()
-    rule = f"{BUNDLED!r}, the path of an existing folder, or the hub name of a model"
-    return find_checkpoint(spec.model, spec.revision, hub_files, rule)
+    return checkpoint_folder(_located(spec), hub_files)
+
+
+def _located(spec: MiniLM.Spec) -> MiniLM.Spec:
+    """Returns the spec with the folder of the bundled model instead of its name."""
+    if spec.model != BUNDLED:
+        return spec
+    return spec.model_copy(update={"model": str(bundled_folder())})
 
 
 def bundled_folder() -> Path:
@@ -664,8 +670,7 @@ def _fingerprint(spec: MiniLM.Spec, folder: Path) -> str:
     See `loading.checkpoint_fingerprint`. The prefix of documents is not among them.
     """
     files = hash_files(folder, WEIGHTS + SETTINGS)
-    if adapter := adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS]):
-        files |= hash_files(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+    files |= adapter_hashes(_located(spec))
     ignored = (
         *("model", "revision", "adapter", "appended_tokens", "max_batch_tokens"),
         *("document_prefix", "custom_template"),

@@ -41,17 +41,30 @@ def load_backbone(
 
 
 def run(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
-    """Runs a backbone with explicit position ids, counted from the first token that is not padding.
+    """Runs a backbone with explicit position ids, see `positioned`."""
+    return model(**positioned(model, inputs), use_cache=False, **options)
 
-    By default the model counts the positions of text-only batches from the padding.
+
+def positioned(
+    backbone: Any, inputs: dict[str, torch.Tensor], kind: str = "3d"
+) -> dict[str, torch.Tensor]:
+    """Returns inputs with position ids, counted from the first token that is not padding.
+
+    By default the model counts the positions of text-only batches from the padding. `kind` is "3d",
+    in time, row and column, or "1d", consecutive.
     """
     grids = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    backbone: Any = model  # PreTrainedModel does not declare get_rope_index
-    positions, _ = backbone.get_rope_index(
-        inputs["input_ids"],
-        mm_token_type_ids=inputs.pop("mm_token_type_ids"),
-        attention_mask=inputs["attention_mask"],
-        **{name: inputs[name] for name in grids if name in inputs},
-    )
-    inputs.pop("second_per_grid_ts", None)  # only used by get_rope_index
-    return model(**inputs, position_ids=positions, use_cache=False, **options)
+    types, seconds = inputs.pop("mm_token_type_ids"), inputs.get("second_per_grid_ts")
+    if kind == "1d":
+        consecutive_BL = inputs["attention_mask"].cumsum(dim=1).sub(1).clamp_min(0)
+        positions = consecutive_BL.expand(3, -1, -1)
+    else:
+        positions, _ = backbone.get_rope_index(
+            inputs["input_ids"],
+            mm_token_type_ids=types,
+            attention_mask=inputs["attention_mask"],
+            **{name: inputs[name] for name in grids if name in inputs},
+        )
+    if seconds is not None:
+        inputs.pop("second_per_grid_ts")  # only used by get_rope_index
+    return {**inputs, "position_ids": positions}

@@ -108,15 +108,21 @@ class QwenOmni(StatesEncoder["QwenOmni.Spec"]):
 
     def run(self, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
         """Runs the thinker with the positions computed by the reader."""
-        if "columns" in inputs:
-            lengths = inputs.pop("num_columns")
-            columns = inputs.pop("columns").split(lengths.tolist())
-            features = torch.nn.utils.rnn.pad_sequence(list(columns), batch_first=True)
-            position = torch.arange(features.shape[1], device=features.device)
-            inputs["input_features"] = features.transpose(1, 2)
-            inputs["feature_attention_mask"] = (position < lengths.unsqueeze(1)).long()
-        positions = inputs.pop("position_ids").permute(2, 0, 1)
-        return self.model(**inputs, position_ids=positions, use_cache=False, **options)
+        return self.model(**thinker_inputs(inputs), use_cache=False, **options)
+
+
+def thinker_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the model's inputs from those of the reader: padded spectrograms, and positions."""
+    inputs = dict(inputs)
+    if "columns" in inputs:
+        lengths = inputs.pop("num_columns")
+        columns = inputs.pop("columns").split(lengths.tolist())
+        features = torch.nn.utils.rnn.pad_sequence(list(columns), batch_first=True)
+        position = torch.arange(features.shape[1], device=features.device)
+        inputs["input_features"] = features.transpose(1, 2)
+        inputs["feature_attention_mask"] = (position < lengths.unsqueeze(1)).long()
+    inputs["position_ids"] = inputs["position_ids"].permute(2, 0, 1)
+    return inputs
 
 
 @dataclass(frozen=True)

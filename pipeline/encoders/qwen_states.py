@@ -249,6 +249,14 @@ class StatesReader(QwenReader[StatesSpecT]):
         prompt = fill_template(self.spec.query_prompt, self.instruction)
         return prompt.replace(DEFAULT_INSTRUCTION, self.instruction)
 
+    def read_still(self, image: Image.Image, start: float, stop: float) -> ModelInput:
+        """Returns the sequence of a single image, displayed from `start` to `stop` s, or NaN."""
+        images = [(image, start, stop)]
+        _, writer = self.fit_to_limit(
+            1, lambda _: self.write(self.spec.document_prompt, "", images)
+        )
+        return self._select_tokens(writer, self.image_inputs(images), is_composed=False)
+
     def read_image_query(self, image: Image.Image) -> tuple[ModelInput, list[str]]:
         """Returns the sequence of an image query."""
         images = [(image, np.nan, np.nan)]

@@ -35,7 +35,7 @@ from pipeline.encoders.loading import (
     ADAPTER_SETTINGS,
     WEIGHTS,
     CheckpointSpecT,
-    adapter_folder,
+    adapter_folders,
     checkpoint_folder,
 )
 from pipeline.encoders.model_inputs import Collated, ModelInput, collate, unpack_column
@@ -198,10 +198,11 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
     @classmethod
     def weight_files(cls, spec: CheckpointSpecT) -> list[Path]:
         """Returns the weight files of the model, its adapter and its projection."""
-        adapter = adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
-        projection = getattr(spec, "projection", None)
-        folders = [checkpoint_folder(spec, WEIGHTS), adapter, projection and Path(projection)]
-        return [path for folder in folders if folder for path in folder.glob("*.safetensors")]
+        folders = [checkpoint_folder(spec, WEIGHTS)]
+        folders += adapter_folders(spec, [*WEIGHTS, ADAPTER_SETTINGS])
+        if projection := getattr(spec, "projection", None):
+            folders.append(Path(projection))
+        return [path for folder in folders for path in folder.glob("*.safetensors")]
 
     @property
     def embedding(self) -> torch.nn.Module:

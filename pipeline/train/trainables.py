@@ -144,9 +144,8 @@ class LoraTuning(FrozenModelTuning):
         super().set_up(spec)
         default = self.encoder.lora_target_modules
         self.tuned = lora.attach(self.model, spec.lora or lora.Lora(), default)
-        adapter = getattr(spec.encoder, "adapter", None)
-        folder = adapter_folder(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
-        if folder is not None:
+        if adapter := getattr(spec.encoder, "adapter", None):
+            folder = adapter_folder("adapter", adapter, None, [*WEIGHTS, ADAPTER_SETTINGS])
             lora.load(self.tuned, folder, self.encoder.checkpoint_prefix)
 
     def train(self, mode: bool) -> None:

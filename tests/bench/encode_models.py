@@ -312,7 +312,7 @@ def _qwen2_5_omni(folder: Path, num_layers: int | None) -> None:
 #: Names of the encoders of the families, and functions that write their checkpoints.
 SHAPES: dict[str, tuple[str, Callable[[Path, int | None], None]]] = {
     "colpali": ("colpali", _colpali),
-    "colqwen2": ("colqwen2", _colqwen2),
+    "colqwen2": ("colpali", _colqwen2),
     "qwen2_5_vl": ("qwen_vl", _qwen2_5_vl),
     "qwen2_5_omni": ("qwen_omni", _qwen2_5_omni),
 }

@@ -29,8 +29,8 @@ from tests.images import make_images
 #: Encoders by the model family of their tiny checkpoint.
 VISUAL = {
     "colpali": "colpali",
-    "colqwen2": "colqwen2",
-    "colmodernvbert": "colmodernvbert",
+    "colqwen2": "colpali",
+    "colmodernvbert": "colpali",
     "qwen2_5_vl": "qwen_vl",
     "qwen3_vl": "qwen_vl",
     "qwen2_5_omni": "qwen_omni",

@@ -34,9 +34,7 @@ SPECS = {
 #: Tiny checkpoints and further settings of encoders without bundled weights.
 CHECKPOINTS = {
     "colbert": ("colbert_modernbert", {}),
-    "colmodernvbert": ("colmodernvbert", {}),
     "colpali": ("colpali", {}),
-    "colqwen2": ("colqwen2", {}),
     "dual": ("siglip", {}),
     "jina_v4": ("jina_v4", {}),
     "qwen_omni": ("qwen2_5_omni", {"query_prompt": "{content}<|im_end|>"}),

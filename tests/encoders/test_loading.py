@@ -35,8 +35,8 @@ def check_error(spec) -> SpecError:
 
 
 def test_check_rejects_other_model_types(checkpoint):
-    error = check_error(resolve(checkpoint("colqwen2")))
-    assert error.field == "model" and "is a colqwen2" in str(error)
+    error = check_error(resolve(checkpoint("siglip")))
+    assert error.field == "model" and "is a siglip" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def truncate(path: Path, fraction: float) -> None:
 
 # -- image processors ------------------------------------------------------------------------------
 
-QWEN = [("colqwen2", "colqwen2"), ("qwen_vl", "qwen3_vl"), ("qwen_omni", "qwen2_5_omni")]
+QWEN = [("colpali", "colqwen2"), ("qwen_vl", "qwen3_vl"), ("qwen_omni", "qwen2_5_omni")]
 QWEN += [("jina_v4", "jina_v4")]
 
 
@@ -206,31 +206,73 @@ def test_check_rejects_folders_without_adapter(checkpoint, folder, tmp_path):
     assert error.field == "adapter" and "adapter_config.json" in str(error)
 
 
-def test_rejects_adapter_of_another_model(checkpoint, adapter):
+def test_rejects_adapter_of_another_model(checkpoint, adapter, folder):
+    """Its layers have the same names and shapes."""
+    edit_weights(folder, lambda w: w | {min(w): w[min(w)] + 1}, "model.safetensors")
+    error = check_error(resolve(folder, adapter=str(adapter)))
+    assert error.field == "adapter"
+    assert f"is one of {checkpoint('colpali')}; pass {adapter} as model" in str(error)
+
+
+@pytest.mark.parametrize("other", ["vidore/colpali-v1.2", "colpali"])
+def test_rejects_adapter_of_another_hub_model(other, adapter):
     path = adapter / "adapter_config.json"
     settings = json.loads(path.read_text())
-    path.write_text(json.dumps({**settings, "target_modules": ["nowhere"]}))
-    with pytest.raises(SpecError) as caught:
-        ENCODERS.build(resolve(checkpoint("colpali"), adapter=str(adapter)))
-    assert caught.value.field == "adapter"
+    path.write_text(json.dumps({**settings, "base_model_name_or_path": other}))
+    error = check_error(resolve(adapter))
+    assert error.field == "model" and f"pass the base model as model and {adapter}" in str(error)
 
 
-def edit_weights(adapter: Path, change) -> None:
+def test_model_can_be_an_adapter(checkpoint, adapter):
+    """It is loaded with the base model that it names."""
+    _, items = make_images((40, 40))
+    expected = ENCODERS.build(resolve(checkpoint("colpali"), adapter=str(adapter)))
+    found = ENCODERS.build(resolve(adapter))
+    assert found.fingerprint == expected.fingerprint
+    ((_, batch),), ((_, other),) = found.encode(items), expected.encode(items)
+    assert torch.equal(batch.vectors, other.vectors)
+
+
+def test_rejects_adapter_of_a_missing_base(adapter):
+    path = adapter / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    for base in (None, "", 3):
+        path.write_text(json.dumps({**settings, "base_model_name_or_path": base}))
+        assert "base_model_name_or_path" in str(check_error(resolve(adapter)))
+
+
+def test_rejects_unused_weights(checkpoint, folder):
+    edit_weights(folder, lambda w: w | {"extra.weight": torch.zeros(2)}, "model.safetensors")
+    with pytest.raises(SpecError, match="does not use: extra.weight"):
+        ENCODERS.build(resolve(folder))
+
+
+def test_names_the_encoder_of_a_late_interaction_model(checkpoint, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("qwen2_5_vl"), folder)
+    edit_weights(
+        folder, lambda w: w | {"custom_text_proj.weight": torch.zeros(8, 32)}, "model.safetensors"
+    )
+    error = check_error(resolve(folder, name="qwen_vl"))
+    assert "custom_text_proj.weight; the encoder colpali reads ColQwen2.5" in str(error)
+
+
+def edit_weights(folder: Path, change, name: str = "adapter_model.safetensors") -> None:
     from safetensors.torch import load_file, save_file
 
-    weights = load_file(adapter / "adapter_model.safetensors")
-    save_file(change(weights), adapter / "adapter_model.safetensors")
+    save_file(change(load_file(folder / name)), folder / name, {"format": "pt"})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda w: {name: w[name] for name in sorted(w)[::2]}, "has no weights .*lora_B"),
-        (lambda w: {n.replace("vlm.", ""): w[n] for n in w}, "has no weights .*q_proj.lora_A"),
+        (lambda w: {n.replace("vlm.", "x."): w[n] for n in w}, "unknown layer: .*q_proj.lora_A"),
+        (lambda w: {n: w[n] for n in w if "layers.1." not in n}, "no weights of the layer .*rs.1"),
         (lambda w: w | {"base_model.model.nowhere.lora_A.weight": torch.zeros(4, 4)}, "nowhere"),
         (lambda w: w | {min(w): torch.zeros(3, 3)}, r"size mismatch .*\[3, 3\]"),
     ],
-    ids=["missing tensors", "other names", "additional layer", "other shape"],
+    ids=["missing tensors", "other names", "missing layer", "additional layer", "other shape"],
 )
 def test_rejects_adapter_that_fits_partially(checkpoint, adapter, change, message):
     edit_weights(adapter, change)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pyarrow as pa
 import pytest
 import torch
@@ -18,8 +20,8 @@ from tests.images import make_images, noise, png
 #: Encoders by the model family of their tiny checkpoint.
 FAMILIES = {
     "colpali": "colpali",
-    "colqwen2": "colqwen2",
-    "colmodernvbert": "colmodernvbert",
+    "colqwen2": "colpali",
+    "colmodernvbert": "colpali",
     "siglip": "dual",
     "siglip2": "dual",
     "clip": "dual",
@@ -67,7 +69,7 @@ def test_tiny_images_keep_their_colours(encoder):
 @pytest.mark.parametrize("size", [(1, 300), (300, 1)])
 def test_extreme_aspect_ratios(encoder, size):
     (image,), items = make_images(size)
-    if encoder.spec.name not in STRICT:
+    if not {encoder.spec.name, Path(encoder.spec.model).name} & set(STRICT):
         found = encode_items(encoder, items)[0]
         assert found.lengths[0] > 0 and found.vectors.isfinite().all()
         assert encoder.encode_images([png(image)]).tokens.lengths[0] > 0

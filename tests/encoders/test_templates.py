@@ -23,6 +23,8 @@ ENCODER_FAMILIES = [family for family in FAMILIES if family != "blip"]
 GOLDEN = json.loads((Path(__file__).parent / "golden_ids.json").read_text("utf-8"))
 #: Registered name of each family of checkpoints whose name differs.
 NAMES = {
+    "colqwen2": "colpali",
+    "colmodernvbert": "colpali",
     "siglip": "dual",
     "siglip2": "dual",
     "clip": "dual",

@@ -19,8 +19,7 @@ LORA = {"trainable": "lora", "lora": {"rank": 2, "alpha": 4, "targets": ".*langu
 def of_family(family: str, checkpoint):
     """The learner of a family's tiny checkpoint."""
     encoder = {"name": family, "model": checkpoint(family), "dtype": "float32"}
-    if family == "qwen3_vl":
-        encoder["name"] = "qwen_vl"
+    encoder["name"] = "qwen_vl" if family == "qwen3_vl" else "colpali"
     return {**LORA, "encoder": encoder}
 
 

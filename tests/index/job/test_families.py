@@ -41,8 +41,8 @@ METHODS += [
 #: Encoder, tiny checkpoint, and compressors whose attention statistics it does not provide.
 FAMILIES = {
     "colpali": ("colpali", "colpali", ()),
-    "colqwen2": ("colqwen2", "colqwen2", ()),
-    "colmodernvbert": ("colmodernvbert", "colmodernvbert", ()),
+    "colqwen2": ("colpali", "colqwen2", ()),
+    "colmodernvbert": ("colpali", "colmodernvbert", ()),
     "siglip2": ("dual", "siglip2", ("eos", "adaptive_eos")),
     "qwen3_vl": ("qwen_vl", "qwen3_vl", ()),
     "jina_v4": ("jina_v4", "jina_v4", ()),

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.heavy
 
 
 def test_image_queries(serving_once, checkpoint, tmp_path):
-    photos = index_photos(tmp_path, "colqwen2", checkpoint("colqwen2"))
+    photos = index_photos(tmp_path, "colpali", checkpoint("colqwen2"))
     uri, photo = str(tmp_path / "index"), photos["3.png"]
     url = serving_once({"indexes": {"i": {"uri": uri}}}, "images")
     with Client(url, tries=20) as client:

@@ -107,7 +107,7 @@ def write_squares(folder: Path, model: str) -> str:
     data = {
         "index": str(folder / "shapes"),
         "source": {"name": "images", "path": str(folder / "squares")},
-        "encoder": {"name": "colqwen2", "model": model, "dtype": "float32"},
+        "encoder": {"name": "colpali", "model": model, "dtype": "float32"},
         "representations": [
             {"compressor": "none"},
             {"compressor": {"name": "hpool", "num_vectors": 4}},

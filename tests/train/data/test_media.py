@@ -190,7 +190,7 @@ def test_adapter_caches_states_of_images_and_videos(checkpoint, tmp_path):
     write_clip(tmp_path / "a.mp4", has_audio=False)
     rows = [{"query": "a", "video": "a.mp4"}, {"query": "p", "image": str(IMAGES / NAMES[0])}]
     path = write_lines(tmp_path / "pairs.jsonl", rows)
-    encoder = {"name": "colqwen2", "model": checkpoint("colqwen2"), "dtype": "float32"}
+    encoder = {"name": "colpali", "model": checkpoint("colqwen2"), "dtype": "float32"}
     states = tmp_path / "states"
     learner = {
         "encoder": encoder,

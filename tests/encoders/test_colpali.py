@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -38,10 +39,19 @@ SIZES = [(50, 60), (100, 40), (33, 33), (64, 96)]
 @pytest.fixture(scope="module")
 def build(checkpoint):
     def build(name, **fields):
-        given = {"name": name, "model": checkpoint(name), "dtype": "float32"}
+        given = {"name": "colpali", "model": checkpoint(name), "dtype": "float32"}
         return ENCODERS.build(ENCODERS.resolve({**given, "custom_template": True, **fields}))
 
     return build
+
+
+def family(encoder) -> str:
+    return Path(encoder.spec.model).name
+
+
+def load_processor(encoder):
+    processor_class = getattr(transformers, f"{CLASSES[family(encoder)]}Processor")
+    return processor_class.from_pretrained(encoder.spec.model)
 
 
 @pytest.fixture(scope="module", params=CLASSES)
@@ -49,10 +59,24 @@ def encoder(request, build):
     return build(request.param)
 
 
+def positions(model, inputs) -> dict[str, torch.Tensor]:
+    """Returns the positions of patches, with which ColQwen2 was trained (transformers 5 omits)."""
+    if "image_grid_thw" not in inputs:
+        return {}
+    types = (inputs["input_ids"] == model.config.vlm_config.image_token_id).long()
+    found, _ = model.vlm.get_rope_index(
+        inputs["input_ids"],
+        mm_token_type_ids=types,
+        image_grid_thw=inputs["image_grid_thw"],
+        attention_mask=inputs["attention_mask"],
+    )
+    return {"position_ids": found}
+
+
 @pytest.fixture(scope="module")
 def reference(encoder):
     """The transformers model with eager attention, applied to one input without padding."""
-    name, folder = CLASSES[encoder.spec.name], encoder.spec.model
+    name, folder = CLASSES[family(encoder)], encoder.spec.model
     model_class = getattr(transformers, f"{name}ForRetrieval")
     model = model_class.from_pretrained(folder, attn_implementation="eager").eval()
     processor = getattr(transformers, f"{name}Processor").from_pretrained(folder)
@@ -64,7 +88,7 @@ def reference(encoder):
         else:
             inputs = processor.process_queries([text], return_tensors="pt")
         inputs.pop("labels", None)
-        return inputs, model(**inputs, output_attentions=True)
+        return inputs, model(**inputs, **positions(model, inputs), output_attentions=True)
 
     return run
 
@@ -108,8 +132,8 @@ def test_attention_matches_eager_attention(encoder, reference, heads):
 def test_bfloat16_matches_transformers(encoder, build):
     """Casting pixels to the dtype of the model does not change the vectors."""
     images, items = make_images(*SIZES)
-    half = build(encoder.spec.name, dtype="bfloat16")
-    name, folder = CLASSES[encoder.spec.name], encoder.spec.model
+    half = build(family(encoder), dtype="bfloat16")
+    name, folder = CLASSES[family(encoder)], encoder.spec.model
     model = getattr(transformers, f"{name}ForRetrieval").from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="sdpa"
     )
@@ -118,10 +142,10 @@ def test_bfloat16_matches_transformers(encoder, build):
         ((_, batch),) = half.encode(items.slice(row, 1))
         inputs = processor.process_images([image], return_tensors="pt")
         inputs.pop("labels", None)
-        if encoder.spec.name != "colpali":  # ColPali casts the pixels itself
+        if family(encoder) != "colpali":  # ColPali casts the pixels itself
             inputs["pixel_values"] = inputs["pixel_values"].to(torch.bfloat16)
         with torch.no_grad():
-            expected = model(**inputs).embeddings[0].float()
+            expected = model(**inputs, **positions(model, inputs)).embeddings[0].float()
         torch.testing.assert_close(batch.vectors[0], expected, atol=1e-2, rtol=0)
 
 
@@ -151,7 +175,7 @@ def test_scores_match_the_processor(encoder):
     queries = [vectors[mask] for vectors, mask in zip(encoded.vectors, encoded.mask, strict=True)]
     lengths = torch.tensor([len(passage) for passage in passages])
     scores = maxsim(queries, PackedVectors.from_values(torch.cat(passages), lengths))
-    score = encoder._reader.processor.score_retrieval
+    score = load_processor(encoder).score_retrieval
     torch.testing.assert_close(scores, score(queries, passages, batch_size=1), atol=1e-4, rtol=0)
     # Effect of padding: a passage of one dissimilar token next to a longer passage.
     query, unlike = queries[0][:1], -queries[0][:1]
@@ -166,7 +190,7 @@ def test_scores_match_the_processor(encoder):
 
 
 def test_special_tokens_in_queries_are_plain_text(encoder):
-    processor = encoder.reader(encoder.spec).processor
+    processor = load_processor(encoder)
     tokenizer = processor.tokenizer
     (plain,) = encoder.encode_queries(["drag"]).token_texts
     special_tokens = {processor.image_token, *tokenizer.all_special_tokens}
@@ -192,14 +216,14 @@ def test_check_rejects_tokenizer_without_query_tokens(checkpoint, tmp_path, name
     path = tmp_path / "model" / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps(settings | {f"{token}_token": None}))
-    spec = ENCODERS.resolve({"name": name, "model": str(tmp_path / "model")})
-    with pytest.raises(SpecError, match=f"that has a {token}_token"):
-        ENCODERS.load(name).check(spec)
+    spec = ENCODERS.resolve({"name": "colpali", "model": str(tmp_path / "model")})
+    with pytest.raises(SpecError, match=f"that has a .*{token}_token"):
+        ENCODERS.load("colpali").check(spec)
 
 
 def test_keep_visual(encoder, build):
     _, items = make_images(*SIZES)
-    visual = build(encoder.spec.name, output_tokens="visual")
+    visual = build(family(encoder), output_tokens="visual")
     for (rows, batch), (_, visual_batch) in zip(
         encoder.encode(items), visual.encode(items), strict=True
     ):
@@ -215,7 +239,7 @@ def test_keep_visual(encoder, build):
 
 
 def test_query_prefix_and_augmentation(build, encoder):
-    name = encoder.spec.name
+    name = family(encoder)
     (names,) = build(name, query_prefix="", num_augmentation=2).encode_queries(["lift"]).token_texts
     assert "lift" in "".join(names) and "Question" not in "".join(names)
     (longer,) = (
@@ -225,7 +249,7 @@ def test_query_prefix_and_augmentation(build, encoder):
 
 
 def test_instruction_fills_the_slot_of_the_query_prefix(build, encoder):
-    name = encoder.spec.name
+    name = family(encoder)
     instructed = build(name, query_prefix="{instruction}: ").with_instruction("Find a page")
     expected = build(name, query_prefix="Find a page: ").encode_queries(["lift"])
     found = instructed.encode_queries(["lift"])
@@ -298,14 +322,14 @@ def test_encodes_frames_separately(encoder):
 
 
 def test_fingerprint(build, encoder):
-    name = encoder.spec.name
+    name = family(encoder)
     assert build(name, max_batch_tokens=64).fingerprint == encoder.fingerprint
     for change in ({"num_augmentation": 3}, {"query_prefix": "q"}, {"attention": "eager"}):
         assert build(name, **change).fingerprint != encoder.fingerprint
 
 
 def test_splits_batches_that_exceed_memory(build, encoder):
-    small, (_, items) = build(encoder.spec.name), make_images(*SIZES)
+    small, (_, items) = build(family(encoder)), make_images(*SIZES)
     whole = {tuple(rows): batch for rows, batch in encoder.encode(items)}
     forward, sizes = small.forward, []
 

@@ -1,0 +1,104 @@
+"""Merges LoRA adapters into models whose layers may have other names than in training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from pipeline import extras
+from pipeline.config import SpecError, reading
+from pipeline.runtime.checkpoint import LOAD_ERRORS
+
+PREFIX = "base_model.model."
+
+
+def canonical(name: str) -> str:
+    """Returns the name of a layer without the differences between libraries and their versions.
+
+    >>> canonical("model.layers.0.mlp.up_proj")
+    'language_model.layers.0.mlp.up_proj'
+    >>> canonical("vlm.language_model.model.layers.0.mlp.up_proj")
+    'language_model.layers.0.mlp.up_proj'
+    >>> canonical("embedding_proj_layer")
+    'custom_text_proj'
+    """
+    name = re.sub(r"^((thinker|vlm|model)\.)+", "", name)
+    name = name.replace("language_model.model.", "language_model.")
+    name = re.sub(r"^(?=(layers|embed_tokens|norm)\b)", "language_model.", name)
+    return re.sub(r"^(linear|embedding_proj_layer)\b", "custom_text_proj", name)
+
+
+def merge_adapter(model: PreTrainedModel, path: Path, field: str, value: str) -> PreTrainedModel:
+    """Merges the weights of a LoRA adapter into the model that it was trained on.
+
+    Layers are found by their canonical names. peft itself ignores weights whose names differ.
+
+    Args:
+        path: Weights of the adapter, beside its adapter_config.json.
+        field, value: Field of the spec that names the adapter, for messages.
+
+    Raises:
+        MissingExtra: peft is not installed.
+        SpecError: The adapter does not fit the model.
+    """
+    extras.require("peft")
+    from peft import PeftConfig, PeftModel, set_peft_model_state_dict
+
+    rule = "a LoRA adapter of the model"
+    errors = (*LOAD_ERRORS, RuntimeError, SafetensorError)
+    with reading(field, value, rule, *errors):
+        settings: Any = PeftConfig.from_pretrained(str(path.parent))
+        stored = safetensors.torch.load_file(path)
+    if settings.peft_type != "LORA":
+        raise SpecError(field, value, rule, f"has the peft type {settings.peft_type.value}")
+
+    layers = {canonical(name): name for name, _ in model.named_modules()}
+    parameters = {canonical(name): parameter for name, parameter in model.named_parameters()}
+    matrices: dict[str, torch.Tensor] = {}
+    replaced: dict[str, torch.Tensor] = {}  # whole layers and biases that were trained
+    adapted = set()
+    for key, tensor in stored.items():
+        # Some checkpoints keep the name of the adapter.
+        name = key.removeprefix(PREFIX).replace(".default.", ".")
+        layer, is_matrix, matrix = name.partition(".lora_")
+        if (canonical(layer) not in layers) if is_matrix else (canonical(name) not in parameters):
+            raise SpecError(field, value, rule, f"has weights of an unknown layer: {key}")
+        if is_matrix:
+            adapted.add(layers[canonical(layer)])
+            matrices[f"{PREFIX}{layers[canonical(layer)]}.lora_{matrix}"] = tensor
+        else:
+            replaced[canonical(name)] = tensor
+    if missing := _missing_layer(model, settings, adapted):
+        raise SpecError(field, value, rule, f"has no weights of the layer {missing}")
+
+    settings.target_modules, settings.bias = adapted, "none"
+    settings.modules_to_save = settings.layers_to_transform = settings.exclude_modules = None
+    for pattern in (settings.rank_pattern, settings.alpha_pattern):
+        for name in [name for name in pattern if canonical(name) in layers]:
+            pattern[layers[canonical(name)]] = pattern.pop(name)
+    with reading(field, value, rule, *errors), torch.no_grad():
+        for name, tensor in replaced.items():
+            parameters[name].copy_(tensor)
+        tuned = PeftModel(model, settings)
+        found: Any = set_peft_model_state_dict(tuned, matrices)
+    if missing := min((key for key in found.missing_keys if ".lora_" in key), default=None):
+        raise SpecError(field, value, rule, f"has no weights {missing}")
+    return tuned.merge_and_unload()
+
+
+def _missing_layer(model: PreTrainedModel, settings: Any, adapted: Collection[str]) -> str | None:
+    """Returns a layer that the settings of an adapter select and that has no weights, if any."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if settings.target_modules in (None, "all-linear"):
+        return None
+    linear = (n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    selected = (name for name in linear if check_target_module_exists(settings, name))
+    return next((name for name in selected if name not in adapted), None)

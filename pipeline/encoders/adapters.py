@@ -90,7 +90,7 @@ def merge_adapter(model: PreTrainedModel, path: Path, field: str, value: str) ->
         found: Any = set_peft_model_state_dict(tuned, matrices)
     if missing := min((key for key in found.missing_keys if ".lora_" in key), default=None):
         raise SpecError(field, value, rule, f"has no weights {missing}")
-    return tuned.merge_and_unload()
+    return tuned.merge_and_unload().requires_grad_(True)  # which peft freezes
 
 
 def _missing_layer(model: PreTrainedModel, settings: Any, adapted: Collection[str]) -> str | None:
@@ -99,6 +99,11 @@ def _missing_layer(model: PreTrainedModel, settings: Any, adapted: Collection[st
 
     if settings.target_modules in (None, "all-linear"):
         return None
-    linear = (n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    # The projection has another name in ColIdefics3, whose adapters do not contain it.
+    linear = (
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "custom_text_proj"
+    )
     selected = (name for name in linear if check_target_module_exists(settings, name))
     return next((name for name in selected if name not in adapted), None)

@@ -118,6 +118,7 @@ class ColPali(SequenceEncoder["ColPali.Spec"]):
     pooled_dim = None
     empty_reason = "no image"
     has_projection = True
+    lora_target_modules = r".*(language|text)_model.*\.(q|k|v|o|gate|up|down)_proj"
 
     def __init__(self, spec: Spec, device_map: str | None = None):
         self.settings, self.family = _declared(spec)
@@ -196,6 +197,8 @@ class ColPali(SequenceEncoder["ColPali.Spec"]):
             backbone: Any = MODEL_MAPPING[type(settings)]
             model_class = projected(backbone, width)
             model = load_model(spec, model_class, device_map, renamed=ENGINE_NAMES)
+            # Saving would try to restore the former names.
+            model._weight_conversions = []
         if spec.projection:
             name = projection_name(model)
             old: Any = model.get_submodule(name)

@@ -140,6 +140,9 @@ class ProcessorPageReader(PageReader):
         super().__init__(spec, settings, family)
         processor_class = PROCESSORS[settings.model_type, family.library]
         self.processor = processor = load_processor(spec, processor_class)
+        if scale := getattr(settings, "scale_factor", None):  # few adapters record the number
+            vision = settings.vision_config
+            processor.image_seq_len = (vision.image_size // vision.patch_size // scale) ** 2
         self.tokenizer = processor.tokenizer
         self._set_query_template()
         self._image_id = settings.image_token_id

@@ -7,7 +7,7 @@ from typing import Any
 
 LATE = "the engine's late-interaction checkpoints have no encoder yet"
 
-ADAPTER = "names of adapters trained without a language modelling head are not renamed"
+ADAPTER = "adapters are not resolved to their base, nor their names changed"
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Case:
         variant: Prefix of the expected vectors.
         spec: Encoder; `{folder}` is the folder of the family's checkpoints.
         pooled: Compare the single vectors instead of the token vectors.
+        note: Ending of the name.
+        instruction: Instruction of queries; `{instruction}` is that of the inputs.
         pending: Why the vectors are not equal yet.
     """
 
@@ -26,6 +28,8 @@ class Case:
     variant: str
     spec: dict[str, Any]
     pooled: bool = False
+    instruction: str = ""
+    note: str = ""
     pending: str | None = None
 
     @property
@@ -34,7 +38,9 @@ class Case:
         model, adapter = (
             str(self.spec.get(key, "")).removeprefix("{folder}/") for key in ("model", "adapter")
         )
-        return f"{self.family}-{model}" + (f"-with-{adapter}" if adapter else "")
+        variant = self.variant if self.variant not in (model, adapter) else ""
+        words = (self.family, model, adapter and f"with-{adapter}", variant, self.note)
+        return "-".join(word for word in words if word)
 
 
 def late(
@@ -96,4 +102,75 @@ CASES = [
     dense("biqwen2_5", "adapter", pending=ADAPTER),
     dense("biqwen2_5", "base", "adapter", pending=ADAPTER),
     dense("biqwen2_5", "base", "adapter_old_names", "adapter", pending=ADAPTER),
+]
+
+
+def qwen(
+    family: str, variant: str, prompt: str = "", query: str = "", model: str = "model", **more: Any
+) -> Case:
+    """Returns the case of an embedder on Qwen-VL."""
+    spec: dict[str, Any] = {"name": "qwen_vl", "model": f"{{folder}}/{model}"}
+    for name in ("adapter", "min_pixels", "max_pixels"):
+        if name in more:
+            spec[name] = more.pop(name)
+    spec |= {"document_prompt": prompt, "query_prompt": query} if prompt else {}
+    return Case(family, variant, spec, pooled=True, **more)
+
+
+GME_PROMPT = (
+    "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{content}<|im_end|>\n"
+    "<|im_start|>assistant\n<|endoftext|>"
+)
+GME_ITEM = GME_PROMPT.replace("{instruction}", "You are a helpful assistant.")
+VLM2VEC = {"prompt": "{content} Represent the given image.", "query": "{content}"}
+QWEN3_LIMITS = {"min_pixels": 4096, "max_pixels": 1843200}
+POSITIONS = "pages have three-dimensional positions"
+BOUNDARIES = "pages have vision boundaries and three-dimensional positions"
+DEFAULT = "Represent the user's input."
+CASES += [
+    qwen("gme", "texts", GME_ITEM, GME_ITEM),
+    qwen("gme", "instructed", GME_ITEM, GME_PROMPT, instruction="{instruction}."),
+    qwen("gme", "grid_images", GME_ITEM, GME_ITEM, pending=POSITIONS),
+    qwen("gme", "images", GME_ITEM, GME_ITEM, pending=f"{POSITIONS} and are resized once"),
+    qwen("vlm2vec", "queries", **VLM2VEC, model="base", adapter="{folder}/adapter"),
+    qwen("vlm2vec", "queries", **VLM2VEC, model="adapter", pending=ADAPTER),
+    qwen("vlm2vec", "queries", **VLM2VEC, model="adapter_old_names", pending=ADAPTER),
+    qwen(
+        "vlm2vec",
+        "queries",
+        **VLM2VEC,
+        model="base",
+        adapter="{folder}/adapter_old_names",
+        pending=ADAPTER,
+    ),
+    qwen(
+        "vlm2vec",
+        "images",
+        **VLM2VEC,
+        model="base",
+        adapter="{folder}/adapter",
+        pending=BOUNDARIES,
+    ),
+    qwen(
+        "vlm2vec",
+        "video",
+        "{content} Understand the content of the provided video.",
+        "{content}",
+        model="base",
+        adapter="{folder}/adapter",
+        pending=BOUNDARIES,
+    ),
+    qwen("qwen3_vl_embedding", "default", **QWEN3_LIMITS, instruction=DEFAULT),
+    qwen("qwen3_vl_embedding", "large_video", **QWEN3_LIMITS),
+    qwen("qwen3_vl_embedding", "instructed", **QWEN3_LIMITS, instruction="{instruction}."),
+    qwen(
+        "qwen3_vl_embedding",
+        "instructed",
+        **QWEN3_LIMITS,
+        instruction="{instruction}",
+        note="without-stop",
+        pending="instructions are not completed with a full stop",
+    ),
+    qwen("qwen3_vl_embedding", "empty", **QWEN3_LIMITS, pending="empty inputs are not NULL"),
+    qwen("qwen3_vl_embedding", "video", **QWEN3_LIMITS, pending="no pixel budget of videos"),
 ]

@@ -191,7 +191,9 @@ PROMPTS = (
     "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving"
     " auditory and visual inputs, as well as generating text and speech.\nuser\nassistant\nsystem\n"
     " Describe the content. Describe the image. Query: Question: User: Assistant:"
-    " Represent the user's input. Retrieve images or text relevant to the user's query."
+    " Represent the user's input. Represent the given image. You are a helpful assistant."
+    " Understand the content of the provided video."
+    " Retrieve images or text relevant to the user's query."
 )
 
 
@@ -225,7 +227,7 @@ TARGETS = (
 )
 
 
-def save_adapter(folder: Path, model, targets: str = TARGETS, **more: Any) -> None:
+def save_adapter(folder: Path, model, targets: str | list[str], **more: Any) -> None:
     """Saves an adapter as the engine's training does."""
     from peft import LoraConfig, get_peft_model
 
@@ -383,7 +385,7 @@ def qwen_images():
     return Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=size)
 
 
-def qwen_config(config_class: Any, words, text: dict, vision: dict, **more: Any) -> Any:
+def qwen_config(config_class: Any, words, text: dict, vision: dict) -> Any:
     ids = words.convert_tokens_to_ids
     return config_class(
         text_config={
@@ -412,16 +414,14 @@ def qwen_config(config_class: Any, words, text: dict, vision: dict, **more: Any)
         video_token_id=ids("<|video_pad|>"),
         vision_start_token_id=ids("<|vision_start|>"),
         vision_end_token_id=ids("<|vision_end|>"),
-        **more,
     )
 
 
-def qwen2_config(words) -> Any:
+def qwen2_config(words, **vision: Any) -> Any:
     from transformers import Qwen2VLConfig
 
-    return qwen_config(
-        Qwen2VLConfig, words, {}, {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
-    )
+    vision = {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2, **vision}
+    return qwen_config(Qwen2VLConfig, words, {}, vision)
 
 
 QWEN2_5_VISION = {
@@ -440,7 +440,7 @@ def qwen2_5_config(words) -> Any:
     return qwen_config(Qwen2_5_VLConfig, words, {}, QWEN2_5_VISION)
 
 
-def qwen3_config(words) -> Any:
+def qwen3_config(words, **more: Any) -> Any:
     from transformers import Qwen3VLConfig
 
     rope = {
@@ -455,6 +455,7 @@ def qwen3_config(words) -> Any:
         "out_hidden_size": 32,
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0],
+        **more,
     }
     return qwen_config(Qwen3VLConfig, words, {"head_dim": 8, "rope_parameters": rope}, vision)
 
@@ -835,6 +836,227 @@ def omni_config(words) -> Any:
         vision_start_token_id=ids("<|vision_bos|>"),
         vision_end_token_id=ids("<|vision_eos|>"),
     )
+
+
+# Single-vector models on Qwen-VL, by the steps of their published code
+
+
+def dense_vectors(
+    run: Callable[..., torch.Tensor], kinds: dict[str, list[dict[str, Any]]]
+) -> Vectors:
+    """Returns the last token's vectors, of unit length, for the arguments of each input."""
+    found = {}
+    with torch.no_grad():
+        for kind, inputs in kinds.items():
+            states = [run(**arguments)[0, -1] for arguments in inputs]
+            found |= number([torch.nn.functional.normalize(v, dim=-1) for v in states], kind)
+    return found
+
+
+@family
+def gme(current: Family) -> None:
+    """GME passes embeddings without positions, so tokens have consecutive ones."""
+    from transformers import Qwen2VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+        smart_resize,
+    )
+
+    words = qwen_tokenizer()
+    limits = {"min_pixels": 256 * 28 * 28, "max_pixels": 1280 * 28 * 28}
+    images = Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, **limits)
+    config = qwen2_config(words, patch_size=14)
+    Qwen2VLForConditionalGeneration(config).save_pretrained(current.path("model"))
+    save_old_processor(current.path("model"), qwen_processor_of(words, images), images)
+    current.fill("model")
+    model = Qwen2VLForConditionalGeneration.from_pretrained(current.path("model")).eval()
+    check_loaded(model, current.path("model"))
+    images = Qwen2VLImageProcessorPil.from_pretrained(current.path("model"))
+
+    def run(text: str = "", image=None, instruction: str = "You are a helpful assistant."):
+        pads, media = "", {}
+        if image:  # first resized to the grid, then into the limits of the processor
+            height, width = smart_resize(image.height, image.width, 28, 4 * 28**2, 16384 * 28**2)
+            media = images([image.resize((width, height))], return_tensors="pt")
+            count = int(media["image_grid_thw"].prod()) // 4
+            pads = f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>"
+        prompt = (
+            f"<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{pads}{text}<|im_end|>"
+            "\n<|im_start|>assistant\n<|endoftext|>"
+        )
+        ids = words(prompt, return_tensors="pt")["input_ids"]
+        embeddings = model.get_input_embeddings()(ids)
+        if image:
+            found = model.model.visual(media["pixel_values"], grid_thw=media["image_grid_thw"])
+            embeddings[ids == config.image_token_id] = found.pooler_output
+        positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
+        language_model = model.model.language_model
+        return language_model(inputs_embeds=embeddings, position_ids=positions).last_hidden_state
+
+    queries = [{"text": text} for text in remake.QUERIES]
+    texts = [{"text": text} for text in remake.TEXTS]
+    current.add("texts", dense_vectors(run, {"texts": texts, "queries": queries}))
+    instruction = remake.INSTRUCTION + "."
+    instructed = [{**query, "instruction": instruction} for query in queries]
+    current.add("instructed", dense_vectors(run, {"queries": instructed}))
+    for name, pictures in {
+        "images": remake.images(),
+        "grid_images": remake.grid_images(),
+    }.items():
+        pages = [{"image": picture} for picture in pictures]
+        current.add(name, dense_vectors(run, {name: pages}))
+
+
+@family
+def vlm2vec(current: Family) -> None:
+    """VLM2Vec-V2: a DoRA adapter of Qwen2-VL with its head, and prompts without boundaries.
+
+    Its own classes count images by the token before them, find none, and give consecutive
+    positions.
+    """
+    from peft import PeftModel
+    from transformers import Qwen2VLForConditionalGeneration
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    words, images = qwen_tokenizer(), qwen_images()
+    base = current.path("base")
+    Qwen2VLForConditionalGeneration(qwen2_config(words)).save_pretrained(base)
+    save_old_processor(base, qwen_processor_of(words, images), images)
+    current.fill("base")
+    model = Qwen2VLForConditionalGeneration.from_pretrained(base)
+    model.name_or_path = model.config._name_or_path = str(base)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
+    save_adapter(current.path("adapter"), model, targets, use_dora=True)
+    save_old_processor(current.path("adapter"), qwen_processor_of(words, images), images)
+    current.fill("adapter")
+    shutil.copytree(current.path("adapter"), current.path("adapter_old_names"))
+    old_names = {r"^base_model\.model\.model\.language_model\.": "base_model.model.model."}
+    rename_tensors(current, current.path("adapter_old_names"), old_names)
+    plain = Qwen2VLForConditionalGeneration.from_pretrained(base)
+    model = PeftModel.from_pretrained(plain, current.path("adapter")).base_model.model.eval()
+    check_loaded(model, current.path("adapter"))
+    size = {"shortest_edge": 4 * 16 * 16, "longest_edge": 24 * 16 * 16}
+    videos = Qwen2VLVideoProcessor(
+        patch_size=8, merge_size=2, temporal_patch_size=2, size=size, do_sample_frames=False
+    )
+
+    def run(text: str, image=None, frames=None):
+        media, name = {}, "image"
+        if image:
+            media = images([image], return_tensors="pt")
+        if frames:
+            name, array = "video", np.stack([np.asarray(frame) for frame in frames])
+            media = videos([array], return_tensors="pt")
+            media = {key: media[key] for key in ("pixel_values_videos", "video_grid_thw")}
+        if media:
+            pads = f"<|{name}_pad|>" * (int(media[f"{name}_grid_thw"].prod()) // 4)
+            text = f"{pads} {text}"
+        ids = words(text, return_tensors="pt")["input_ids"]
+        positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
+        return model.model(input_ids=ids, position_ids=positions, **media).last_hidden_state
+
+    page = "Represent the given image."
+    pages = [{"text": page, "image": image} for image in remake.images()]
+    clip = {"text": "Understand the content of the provided video.", "frames": remake.frames()}
+    queries = [{"text": text} for text in remake.QUERIES]
+    for kind, inputs in {"images": pages, "video": [clip], "queries": queries}.items():
+        current.add(kind, dense_vectors(run, {kind: inputs}))
+
+
+QWEN3_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@family
+def qwen3_vl_embedding(current: Family) -> None:
+    """Qwen3-VL-Embedding, by the steps of its authors' embedder."""
+    import qwen_vl_utils.vision_process as vision
+    from PIL import Image
+    from transformers import Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    def resize(video, size, **options):  # of torchvision; its resampling differs from Pillow's
+        frames = [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in video]
+        frames = [np.asarray(frame.resize(size[::-1], Image.BICUBIC)) for frame in frames]
+        return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+
+    vision.transforms.functional.resize = resize
+    words = tokenizer(
+        *QWEN_TOKENS, pad="<|endoftext|>", eos="<|im_end|>", chat_template=QWEN3_TEMPLATE
+    )
+    half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    size = {"shortest_edge": 65536, "longest_edge": 16777216}
+    images = Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, size=size, **half)
+    processor = Qwen3VLProcessor(images, words, Qwen3VLVideoProcessor(**half), QWEN3_TEMPLATE)
+    folder = current.path("model")
+    Qwen3VLForConditionalGeneration(qwen3_config(words, patch_size=16)).save_pretrained(folder)
+    save_old_processor(folder, processor, images)
+    current.fill("model")
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder).eval()
+    check_loaded(model, folder)
+
+    def run(text: str = "", instruction: str = "Represent the user's input.", **media: Any):
+        factor = 32 * 32
+        content: list[dict[str, Any]] = []
+        if "video" in media:
+            content.append({"type": "video", **media, "total_pixels": 10 * 768 * factor})
+        if "image" in media:
+            limits = {"min_pixels": 4 * factor, "max_pixels": 1800 * factor}
+            content.append({"type": "image", **media, **limits})
+        if text or not content:
+            content.append({"type": "text", "text": text or "NULL"})
+        conversation = [
+            {"role": "system", "content": [{"type": "text", "text": instruction}]},
+            {"role": "user", "content": content},
+        ]
+        prompt = processor.apply_chat_template(
+            [conversation], add_generation_prompt=True, tokenize=False
+        )
+        # The processor of transformers 5.23 adds boundaries to those of the template.
+        prompt = [re.sub(r"<.vision_start.>(<.video_pad.>)<.vision_end.>", r"\1", *prompt)]
+        pages, clips, options = vision.process_vision_info(
+            [conversation],
+            image_patch_size=16,
+            return_video_metadata=True,
+            return_video_kwargs=True,
+        )
+        videos, metadata = zip(*clips, strict=True) if clips else (None, None)
+        inputs = processor(
+            text=prompt,
+            images=pages,
+            videos=videos and list(videos),
+            video_metadata=metadata and list(metadata),
+            do_resize=False,
+            return_tensors="pt",
+            **options,
+        )
+        return model.model(**inputs).last_hidden_state
+
+    kinds = {
+        "images": [{"image": image} for image in remake.images()],
+        "texts": [{"text": text} for text in remake.TEXTS],
+        "queries": [{"text": text} for text in remake.QUERIES],
+    }
+    current.add("default", dense_vectors(run, kinds))
+    instructed = {"instruction": remake.INSTRUCTION + "."}  # the code adds a missing full stop
+    queries = {"queries": [{"text": text, **instructed} for text in remake.QUERIES]}
+    current.add("instructed", dense_vectors(run, queries))
+    current.add("empty", dense_vectors(run, {"empty": [{}]}))
+    for name, frames in {"large_video": remake.large_frames(), "video": remake.frames()}.items():
+        current.add(name, dense_vectors(run, {name: [{"video": frames}]}))
+
+
+def qwen_processor_of(words, images) -> Any:
+    from transformers import Qwen2VLProcessor
+
+    return qwen_processor(Qwen2VLProcessor, words, images)
 
 
 def main(names: list[str]) -> None:

@@ -27,6 +27,7 @@ DTYPES = {
 }
 SAMPLE_RATE = 16_000
 QUERIES = ("lift", "What is the drag of a wing?", "Überschall at Mach 3")
+INSTRUCTION = "Retrieve images relevant to the user's query"
 TEXTS = ("The boundary layer of a flat plate.", "heat transfer, in a cone")
 SIZES = ((64, 48), (40, 112))
 
@@ -104,9 +105,19 @@ def images() -> list[Image.Image]:
     return [image(f"image {index}", *size) for index, size in enumerate(SIZES)]
 
 
+def grid_images() -> list[Image.Image]:
+    """Returns two images whose sides are multiples of 28."""
+    return [image(f"grid image {index}", *size) for index, size in enumerate(((84, 56), (56, 112)))]
+
+
 def frames() -> list[Image.Image]:
     """Returns the four frames of the clip, two per second."""
     return [image(f"frame {index}", 64, 48) for index in range(4)]
+
+
+def large_frames() -> list[Image.Image]:
+    """Returns the four frames of a clip that no library resizes."""
+    return [image(f"large frame {index}", 384, 384) for index in range(4)]
 
 
 def audio() -> np.ndarray:

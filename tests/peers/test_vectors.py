@@ -36,14 +36,16 @@ def folders(tmp_path_factory):
 
 def items(kind: str) -> pa.Table:
     """Returns the items of a kind."""
-    if kind == "images":
-        return pa.table({"image": [png(image) for image in remake.images()]})
-    if kind == "texts":
-        return pa.table({"text": list(remake.TEXTS)})
+    if kind.endswith("images"):
+        images = remake.images() if kind == "images" else remake.grid_images()
+        return pa.table({"image": [png(image) for image in images]})
+    if kind in ("texts", "empty"):
+        return pa.table({"text": list(remake.TEXTS) if kind == "texts" else [""]})
     if kind == "audio":
         sound = {"start": 0.0, "sample_rate": remake.SAMPLE_RATE}
         rows = [{**sound, "samples": remake.audio().tobytes()}]
         return pa.table({"audio": pa.array(rows, AUDIO)})
+    pictures = remake.large_frames() if kind == "large_video" else remake.frames()
     frames = [
         {
             "index": index,
@@ -52,7 +54,7 @@ def items(kind: str) -> pa.Table:
             "width": frame.width,
             "pixels": frame.tobytes(),
         }
-        for index, frame in enumerate(remake.frames())
+        for index, frame in enumerate(pictures)
     ]
     return pa.table({"frames": pa.array([frames], pa.list_(FRAME))})
 
@@ -94,8 +96,12 @@ def compare(case: Case, folder: Path) -> None:
     parsed = ENCODERS.resolve({"dtype": "float32", **spec})
     ENCODERS.load(parsed.name).check(parsed)
     encoder = ENCODERS.build(parsed)
+    if case.instruction:
+        instruction = case.instruction.replace("{instruction}", remake.INSTRUCTION)
+        encoder = encoder.with_instruction(instruction)
     expected = remake.expected(case.family, case.variant)
     assert expected
+    differences = {}
     for kind in dict.fromkeys(name.split(".")[0] for name in expected):
         if kind == "queries":
             found = vectors(encoder.encode_queries(remake.QUERIES).tokens, case.pooled)
@@ -104,7 +110,9 @@ def compare(case: Case, folder: Path) -> None:
             found = [vectors(rows[row], case.pooled)[0] for row in sorted(rows)]
         for index, values in enumerate(found):
             name = f"{kind}.{index}"
-            assert values.shape == expected[name].shape, name
-            difference = float(np.abs(values - expected.pop(name)).max())
-            assert difference < 1e-5, f"{name} differs by {difference:.1e}"
+            reference = expected.pop(name)
+            assert values.shape == reference.shape, name
+            differences[name] = float(np.abs(values - reference).max())
     assert not expected
+    large = {name: f"{value:.1e}" for name, value in differences.items() if value >= 1e-5}
+    assert not large, large

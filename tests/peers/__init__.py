@@ -1,0 +1,1 @@
+"""Tiny checkpoints and vectors of the libraries that checkpoints come from."""

@@ -22,7 +22,13 @@ from pipeline.encoders.adapters import merge_adapter
 from pipeline.encoders.families import FAMILIES, Family, projection_names
 from pipeline.encoders.varlen import use_varlen_attention
 from pipeline.paths import local_path
-from pipeline.runtime.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
+from pipeline.runtime.checkpoint import (
+    LOAD_ERRORS,
+    check_folder,
+    check_safetensors,
+    find_checkpoint,
+    missing_file,
+)
 
 WEIGHTS = ["*.safetensors"]
 #: Patterns of all other files of a checkpoint that affect the vectors.
@@ -174,14 +180,16 @@ def adapter_folder(field: str, adapter: str, revision: str | None, files: Sequen
     try:
         folder = find_checkpoint(adapter, revision, files, MODEL_RULE)
     except SpecError as error:
-        raise error.at(field) from None
+        raise (error.at(field) if error.field == "model" else error) from None
     # The weights are checked because peft falls back to pickled ones. Those of a hub adapter may
     # not have been downloaded yet.
     has_weights = Path(adapter).is_dir() or set(WEIGHTS) <= set(files)
     for name in (ADAPTER_SETTINGS, *[ADAPTER_WEIGHTS] * has_weights):
         if not (folder / name).is_file():
             rule = "a LoRA adapter in the format of peft (pickled weights are not loaded)"
-            raise SpecError(field, adapter, rule, f"has no {name}")
+            raise SpecError(field, adapter, rule, *missing_file(adapter, folder, name))
+    if has_weights:
+        check_safetensors(adapter, folder, field)
     return folder
 
 
@@ -220,7 +228,8 @@ def _resolve(spec: Checkpoint) -> _Parts:
         note = f"; pass the base model as model and {spec.model} as adapter"
         raise SpecError("model", spec.model, rule, "has none", note)
     adapters = [("model", spec.model, spec.revision), *added]
-    return _Parts(base, settings.get("revision"), adapters)
+    revision = None if Path(base).is_dir() else settings.get("revision")
+    return _Parts(base, revision, adapters)
 
 
 def _check_base(spec: Checkpoint, folder: Path) -> None:
@@ -308,6 +317,7 @@ def weight_names(folder: Path, model: str) -> dict[str, tuple[int, ...]]:
 def load_model_config(model: str, folder: Path) -> PretrainedConfig:
     """Loads the configuration of a checkpoint, which `model` names in messages."""
     rule = "a model that transformers can load"
+    check_folder(model, folder)
     with reading("model", model, rule, *LOAD_ERRORS, problem="cannot be loaded"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
@@ -398,6 +408,7 @@ def load_model(
     if device_map:
         extras.require("accelerate")
     folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
+    check_safetensors(spec.model, folder)
     options: dict[str, Any] = {"device_map": device_map} if device_map else {}
     options |= {"key_mapping": dict(renamed)} if renamed else {}
     rule = f"a {model_class.__name__} checkpoint"

@@ -47,7 +47,13 @@ from pipeline.encoders.templates import (
 )
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.paths import local_path
-from pipeline.runtime.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
+from pipeline.runtime.checkpoint import (
+    LOAD_ERRORS,
+    check_folder,
+    check_safetensors,
+    find_checkpoint,
+    find_pickles,
+)
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
@@ -334,6 +340,7 @@ def _load(spec: SentenceTransformers.Spec, folder: Path) -> Any:
 
 def _check_files(spec: SentenceTransformers.Spec, folder: Path, with_weights: bool = True) -> None:
     """Checks that a checkpoint has no code and no pickled weights, and is of the right type."""
+    check_folder(spec.model, folder)
     settings = load_json(folder / "config.json", spec.model)
     if settings is None and not (folder / "modules.json").is_file():
         rule = "a checkpoint with a config.json or modules.json"
@@ -344,7 +351,7 @@ def _check_files(spec: SentenceTransformers.Spec, folder: Path, with_weights: bo
             rule = "a checkpoint whose modules are part of sentence-transformers"
             raise SpecError("model", spec.model, rule, f"has the module {part['type']}")
         path = folder / part["path"]
-        if with_weights and any(path.glob("*.bin")):
+        if with_weights and (find_pickles(path) or any(path.glob("*.safetensors"))):
             check_safetensors(spec.model, path)
     library = load_json(folder / PROMPTS_FILE, spec.model) or {}
     architecture = ((settings or {}).get("architectures") or [""])[0]

@@ -1,18 +1,36 @@
-"""Resolution of model checkpoints to local folders."""
+"""Resolution of model checkpoints to local folders, and checks of their files."""
 
 from __future__ import annotations
 
+import errno
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+import safetensors
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 
 #: Errors of transformers and its libraries on invalid files, besides `OSError`.
 LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, ImportError)
+#: Settings of a checkpoint of OpenCLIP.
+OPEN_CLIP_CONFIG = "open_clip_config.json"
+#: Settings of a checkpoint of transformers, peft and sentence-transformers.
+SETTINGS = ("config.json", "adapter_config.json", "modules.json")
+#: Weights that are converted before they are loaded, because they are pickled.
+PICKLES = ("pytorch_model*.bin", "adapter_model.bin", "open_clip_pytorch_model.bin")
+#: First bytes of the file that git checks out in place of one that git-lfs stores.
+LFS_POINTER = b"version https://git-lfs"
+LFS_REMEDY = "; run `git lfs pull` there, or get the files with `hf download`"
 
 
 def find_checkpoint(model: str, revision: str | None, files: Sequence[str], rule: str) -> Path:
@@ -28,22 +46,110 @@ def find_checkpoint(model: str, revision: str | None, files: Sequence[str], rule
         SpecError: `model` is not a folder and cannot be loaded from the hub.
     """
     if model and Path(model).is_dir():  # Path("") is the working directory
+        if revision is not None:
+            raise SpecError("revision", revision, "null if model is a folder, which has none")
         return Path(model)
+    if Path(model).is_file():
+        raise SpecError("model", model, rule, "is a file", "; use the folder that contains it")
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]*\w)?", model):
         raise SpecError("model", model, rule, "is not a folder or hub name")
     try:
         folder = huggingface_hub.snapshot_download(
-            model, revision=revision, allow_patterns=list(files)
+            model, revision=revision, allow_patterns=[*files, OPEN_CLIP_CONFIG]
         )
+    except RevisionNotFoundError:
+        rule = f"a branch, tag or commit of {model}"
+        raise SpecError("revision", revision, rule, "does not exist on the hub") from None
     except (OSError, HfHubHTTPError, HFValidationError) as error:
-        problem = f"is not a folder and cannot be loaded from the hub ({type(error).__name__})"
-        note = "; offline, use a folder or a model in the hub's cache (HF_HOME)"
-        raise SpecError("model", model, rule, problem, note) from None
+        raise SpecError("model", model, rule, *_hub_problem(error)) from None
     return Path(folder)
 
 
-def check_safetensors(model: str, folder: Path) -> None:
-    """Checks that a checkpoint has weights that are not pickled."""
-    if not any(folder.glob("*.safetensors")):
-        rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
-        raise SpecError("model", model, rule, "has no safetensors file")
+def _hub_problem(error: Exception) -> tuple[str, str]:
+    """Returns what is wrong with a model that cannot be downloaded, and the remedy."""
+    match error:
+        case GatedRepoError():
+            note = "; accept its terms on its page there, then run `hf auth login`"
+            return "is gated on the hub", note
+        case RepositoryNotFoundError():
+            note = "; if it is private, run `hf auth login`"
+            return "is not a folder and does not exist on the hub", note
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return "cannot be downloaded (no space left)", "; free space, or set HF_HOME"
+    note = "; offline, use a folder or a model in the hub's cache (HF_HOME)"
+    name = type(error).__name__
+    return f"is not a folder and cannot be loaded from the hub ({name})", note
+
+
+def check_folder(model: str, folder: Path, field: str = "model") -> None:
+    """Checks that the files of a checkpoint are in its folder and are the files themselves.
+
+    `model` is the value of `field`, the spec field of the folder.
+
+    Raises:
+        SpecError: The folder has pointers of git-lfs, or no config.json because it is empty, that
+            of an OpenCLIP model or one level above the checkpoint.
+    """
+    rule = "the folder of a checkpoint"
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.stat().st_size < 1024:
+            with path.open("rb") as file:
+                if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                    problem = f"has a git-lfs pointer in place of {path.name}"
+                    raise SpecError(field, model, rule, problem, LFS_REMEDY)
+    if any((folder / name).is_file() for name in SETTINGS):
+        return
+    if (folder / OPEN_CLIP_CONFIG).is_file():
+        problem = "is a checkpoint of OpenCLIP"
+        raise SpecError(field, model, rule, problem, conversion_note(model))
+    if not any(folder.iterdir()) or any(folder.glob("*/config.json")):
+        raise SpecError(field, model, rule, *missing_file(model, folder, "config.json"))
+
+
+def missing_file(model: str, folder: Path, name: str) -> tuple[str, str]:
+    """Returns the problem of a folder without a file (a name or a pattern), and the remedy."""
+    if not any(folder.iterdir()):
+        return "is an empty folder", ""
+    problem = f"has no {name.replace('*.safetensors', 'safetensors file')}"
+    if name.endswith(".safetensors") and (pickles := sorted(find_pickles(folder))):
+        return f"{problem}, only {pickles[0].name}", conversion_note(model)
+    below = sorted({str(path.parent) for path in folder.glob(f"*/{name}")})
+    return problem, f"; use {' or '.join(below[:3])}" if below else ""
+
+
+def find_pickles(folder: Path) -> list[Path]:
+    """Returns the files of a folder with pickled weights."""
+    return [path for pattern in PICKLES for path in folder.glob(pattern)]
+
+
+def conversion_note(model: str) -> str:
+    """Returns the remedy for weights in a format that is not loaded."""
+    return f"; convert it with `maxray convert {model} FOLDER` and use FOLDER"
+
+
+def check_safetensors(model: str, folder: Path, field: str = "model") -> None:
+    """Checks that a checkpoint has all its weights in complete files that are not pickled.
+
+    Only the headers of the files are read. `model` is the value of `field`.
+
+    Raises:
+        SpecError: Files are missing, truncated or corrupted.
+    """
+    rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
+    names = {path.name for path in folder.glob("*.safetensors")}
+    if not names:
+        raise SpecError(field, model, rule, *missing_file(model, folder, "*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        with reading(field, model, rule, *LOAD_ERRORS, problem=f"has an invalid {index.name}"):
+            shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        if missing := sorted(shards - names):
+            problem = f"has no {missing[0]}, which its {index.name} lists"
+            raise SpecError(field, model, rule, problem, "; download it again")
+    for name in sorted(names):
+        try:
+            with safetensors.safe_open(folder / name, "pt"):
+                pass
+        except (OSError, safetensors.SafetensorError) as error:
+            problem = f"has a truncated or corrupted {name} ({error})"
+            raise SpecError(field, model, rule, problem, "; download it again") from None

@@ -110,9 +110,7 @@ def test_rejects_weights_of_another_shape(folder):
 @pytest.mark.parametrize("fraction", [0, 0.5])
 def test_rejects_truncated_weights(folder, fraction):
     truncate(folder / "model.safetensors", fraction)
-    with pytest.raises(SpecError, match="cannot be loaded") as caught:
-        ENCODERS.build(resolve(folder))
-    assert caught.value.field == "model"
+    assert "has a truncated or corrupted model.safetensors" in str(check_error(resolve(folder)))
 
 
 def truncate(path: Path, fraction: float) -> None:
@@ -294,8 +292,7 @@ def test_rejects_pickled_adapter(checkpoint, adapter):
 def test_rejects_corrupted_adapter(checkpoint, adapter):
     spec = resolve(checkpoint("colpali"), adapter=str(adapter))
     truncate(adapter / "adapter_model.safetensors", 0.5)
-    with pytest.raises(SpecError, match="cannot be read"):
-        ENCODERS.build(spec)
+    assert "has a truncated or corrupted adapter_model.saf" in str(check_error(spec))
     for settings in ("", "[]", "{}", "null", '{"peft_type": "IA3"}'):
         (adapter / "adapter_config.json").write_text(settings)
         with pytest.raises(SpecError) as caught:

@@ -405,9 +405,9 @@ def test_check_rejects_incomplete_checkpoints(tiny_folder, tmp_path):
 
 
 def test_check_loads_no_weights(tiny_folder, tmp_path):
-    folder = tmp_path / "broken-weights"
+    folder = tmp_path / "other-weights"
     shutil.copytree(tiny_folder, folder)
-    (folder / "model.safetensors").write_bytes(b"not weights")
+    save_file({"other": torch.zeros(1)}, folder / "model.safetensors")
     MiniLM.check(MiniLM.Spec(model=str(folder), window=128))
 
 

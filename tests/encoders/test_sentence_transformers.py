@@ -203,5 +203,7 @@ def test_rejects_code_and_pickled_weights(copy):
     weights.rename(weights.with_name("pytorch_model.bin"))
     with pytest.raises(SpecError, match="pickled weights are not loaded"):
         check(folder)
+    for name in ("modules.json", "config.json", "1_Dense/config.json"):
+        (folder / name).unlink()
     with pytest.raises(SpecError, match="has neither"):
-        check(folder.parent)
+        check(folder)

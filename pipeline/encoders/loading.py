@@ -13,7 +13,7 @@ import safetensors
 import torch
 from pydantic import Field, field_validator
 from safetensors import SafetensorError
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from pipeline import config, extras
@@ -335,7 +335,12 @@ def load_processor(spec: CheckpointFields, processor_class: Any, **options: Any)
     folder = processor_folder(spec)
     rule = f"a checkpoint with a {processor_class.__name__}"
     with reading("model", spec.model, rule, *LOAD_ERRORS, problem="has no usable processor"):
-        return processor_class.from_pretrained(folder, trust_remote_code=False, **options)
+        processor = processor_class.from_pretrained(folder, trust_remote_code=False, **options)
+        if hasattr(processor, "image_processor"):  # it would use torchvision where installed
+            processor.image_processor = AutoImageProcessor.from_pretrained(
+                folder, backend="pil", trust_remote_code=False, **options
+            )
+        return processor
 
 
 def check_tokenizer(model: str, tokenizer: Any, *tokens: str) -> None:

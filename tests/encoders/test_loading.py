@@ -155,6 +155,20 @@ def test_rejects_placeholders_in_prompts(checkpoint, placeholder):
         resolve(checkpoint("qwen2_vl"), name="qwen_vl", document_prompt=placeholder + "{content}")
 
 
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        *[("colpali", name) for name in ("colpali", "colqwen2", "colmodernvbert")],
+        *[("dual", "siglip"), ("dual", "siglip2"), ("dual", "clip")],
+    ],
+)
+def test_image_processors_do_not_depend_on_torchvision(checkpoint, name, family):
+    """Fails without the choice of the backend only where torchvision is installed."""
+    spec = ENCODERS.resolve({"name": name, "model": str(checkpoint(family))})
+    images = ENCODERS.load(name).reader(spec).processor.image_processor
+    assert type(images).__name__.endswith("Pil")
+
+
 # -- adapters --------------------------------------------------------------------------------------
 
 

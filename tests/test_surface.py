@@ -8,22 +8,22 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 45_900,
-    "lines of code outside unit tests": 57_200,
+    "lines of code in pipeline/ and jobs/": 46_700,
+    "lines of code outside unit tests": 58_000,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 7,
     "registries": 10,
     "registry entries": 76,
-    "verbs": 12,
-    "flags of verbs": 115,
+    "verbs": 13,
+    "flags of verbs": 116,
     "benches": 24,
     "spec fields": 783,
     "HTTP fields": 202,
     "shipped specs": 36,
     "modules with one importer": 82,
-    "places that compose errors": 470,
-    "lines that compose errors": 500,
+    "places that compose errors": 492,
+    "lines that compose errors": 520,
     "lines of code of the longest file": 500,
     "lines of the longest function": 147,
 }

@@ -239,6 +239,8 @@ class DualReader(Reader["Dual.Spec"]):
         require_one_of(spec, TOKENIZER_FILES)
         self.processor = load_processor(spec, processor_class)
         self.tokenizer = self.processor.tokenizer
+        # OpenCLIP rounds the margin of a crop, transformers truncates it: see `open_clip`.
+        self._rounds_crop = getattr(self.processor.image_processor, "rounds_crop", False)
 
     def check(self) -> None:
         """Checks that the output of the image processor fits the vision tower."""
@@ -272,9 +274,13 @@ class DualReader(Reader["Dual.Spec"]):
 
     def _read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
         is_flexible = self.settings.model_type == "siglip2"
-        limit = {"max_num_patches": self.spec.max_patches} if self.spec.max_patches else {}
+        options: dict[str, Any] = {}
+        if self.spec.max_patches:
+            options["max_num_patches"] = self.spec.max_patches
+        if self._rounds_crop:
+            options["do_center_crop"] = False
         try:
-            output = self.processor.image_processor(images=[image], return_tensors="pt", **limit)
+            output = self.processor.image_processor(images=[image], return_tensors="pt", **options)
         except ValueError as error:
             raise Unreadable("image not supported by the model", str(error)) from None
         if is_flexible:
@@ -284,9 +290,13 @@ class DualReader(Reader["Dual.Spec"]):
                 "spatial_shapes": output["spatial_shapes"],
             }
         else:
-            patch = self.settings.vision_config.patch_size
-            rows, columns = (size // patch for size in output["pixel_values"].shape[2:])
-            media = {"pixel_values": output["pixel_values"]}
+            patch, pixels = self.settings.vision_config.patch_size, output["pixel_values"]
+            if self._rounds_crop:
+                size = self.settings.vision_config.image_size
+                top, left = (self._margin(side, size) for side in pixels.shape[2:])
+                pixels = pixels[:, :, top : top + size, left : left + size]
+            rows, columns = (size // patch for size in pixels.shape[2:])
+            media = {"pixel_values": pixels}
         extents = grid_extents(rows, columns, (start, stop))
         extents[:, :4] = boxes_in_image(extents[:, :4], self._crop(image))
         kind = torch.full((len(extents),), VISUAL)
@@ -296,6 +306,10 @@ class DualReader(Reader["Dual.Spec"]):
             kind = torch.cat([torch.tensor([SPECIAL]), kind])
             keep = torch.cat([torch.tensor([self.spec.keep_class]), keep])
         return ModelInput.create({}, media, kind, keep, extents)
+
+    def _margin(self, side: int, size: int) -> int:
+        """Returns the pixels before a centred crop, rounded as in training."""
+        return round((side - size) / 2) if self._rounds_crop else (side - size) // 2
 
     def _crop(self, image: Image.Image) -> tuple[float, float, float, float]:
         """Returns the region x0 y0 x1 y1 of an image that remains after centre cropping."""
@@ -309,8 +323,8 @@ class DualReader(Reader["Dual.Spec"]):
             width, height = (int(edge * side / shorter) for side in image.size)
         elif images.do_resize:
             width, height = images.size.width, images.size.height
-        left = (width - images.crop_size.width) // 2
-        top = (height - images.crop_size.height) // 2
+        left = self._margin(width, images.crop_size.width)
+        top = self._margin(height, images.crop_size.height)
         right, bottom = left + images.crop_size.width, top + images.crop_size.height
         return (left / width, top / height, right / width, bottom / height)
 

@@ -22,12 +22,14 @@ from pipeline.config import SpecError, reading
 
 #: Errors of transformers and its libraries on invalid files, besides `OSError`.
 LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, ImportError)
-#: Settings of a checkpoint of OpenCLIP.
+#: Files of a checkpoint of OpenCLIP.
 OPEN_CLIP_CONFIG = "open_clip_config.json"
+OPEN_CLIP_WEIGHTS = "open_clip_model.safetensors"
 #: Settings of a checkpoint of transformers, peft and sentence-transformers.
 SETTINGS = ("config.json", "adapter_config.json", "modules.json")
 #: Weights that are converted before they are loaded, because they are pickled.
 PICKLES = ("pytorch_model*.bin", "adapter_model.bin", "open_clip_pytorch_model.bin")
+FOLDER_RULE = "the folder of a checkpoint"
 #: First bytes of the file that git checks out in place of one that git-lfs stores.
 LFS_POINTER = b"version https://git-lfs"
 LFS_REMEDY = "; run `git lfs pull` there, or get the files with `hf download`"
@@ -90,20 +92,24 @@ def check_folder(model: str, folder: Path, field: str = "model") -> None:
         SpecError: The folder has pointers of git-lfs, or no config.json because it is empty, that
             of an OpenCLIP model or one level above the checkpoint.
     """
-    rule = "the folder of a checkpoint"
+    check_pointers(model, folder, field)
+    if any((folder / name).is_file() for name in SETTINGS):
+        return
+    if (folder / OPEN_CLIP_CONFIG).is_file():
+        problem = "is a checkpoint of OpenCLIP"
+        raise SpecError(field, model, FOLDER_RULE, problem, conversion_note(model))
+    if not any(folder.iterdir()) or any(folder.glob("*/config.json")):
+        raise SpecError(field, model, FOLDER_RULE, *missing_file(model, folder, "config.json"))
+
+
+def check_pointers(model: str, folder: Path, field: str = "model") -> None:
+    """Raises `SpecError` if a folder has pointers of git-lfs in place of files."""
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.stat().st_size < 1024:
             with path.open("rb") as file:
                 if file.read(len(LFS_POINTER)) == LFS_POINTER:
                     problem = f"has a git-lfs pointer in place of {path.name}"
-                    raise SpecError(field, model, rule, problem, LFS_REMEDY)
-    if any((folder / name).is_file() for name in SETTINGS):
-        return
-    if (folder / OPEN_CLIP_CONFIG).is_file():
-        problem = "is a checkpoint of OpenCLIP"
-        raise SpecError(field, model, rule, problem, conversion_note(model))
-    if not any(folder.iterdir()) or any(folder.glob("*/config.json")):
-        raise SpecError(field, model, rule, *missing_file(model, folder, "config.json"))
+                    raise SpecError(field, model, FOLDER_RULE, problem, LFS_REMEDY)
 
 
 def missing_file(model: str, folder: Path, name: str) -> tuple[str, str]:
@@ -111,15 +117,18 @@ def missing_file(model: str, folder: Path, name: str) -> tuple[str, str]:
     if not any(folder.iterdir()):
         return "is an empty folder", ""
     problem = f"has no {name.replace('*.safetensors', 'safetensors file')}"
-    if name.endswith(".safetensors") and (pickles := sorted(find_pickles(folder))):
-        return f"{problem}, only {pickles[0].name}", conversion_note(model)
+    others = find_pickles(folder) + sorted(folder.glob(OPEN_CLIP_WEIGHTS))
+    # Other weights of a model on the hub are not downloaded.
+    if name.endswith(".safetensors") and (others or not Path(model).is_dir()):
+        only = f", only {others[0].name}" if others else ""
+        return f"{problem} to load{only}", conversion_note(model)
     below = sorted({str(path.parent) for path in folder.glob(f"*/{name}")})
     return problem, f"; use {' or '.join(below[:3])}" if below else ""
 
 
 def find_pickles(folder: Path) -> list[Path]:
     """Returns the files of a folder with pickled weights."""
-    return [path for pattern in PICKLES for path in folder.glob(pattern)]
+    return sorted(path for pattern in PICKLES for path in folder.glob(pattern))
 
 
 def conversion_note(model: str) -> str:
@@ -135,8 +144,9 @@ def check_safetensors(model: str, folder: Path, field: str = "model") -> None:
     Raises:
         SpecError: Files are missing, truncated or corrupted.
     """
+    check_pointers(model, folder, field)
     rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
-    names = {path.name for path in folder.glob("*.safetensors")}
+    names = {path.name for path in folder.glob("*.safetensors")} - {OPEN_CLIP_WEIGHTS}
     if not names:
         raise SpecError(field, model, rule, *missing_file(model, folder, "*.safetensors"))
     index = folder / "model.safetensors.index.json"

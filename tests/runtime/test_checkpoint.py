@@ -80,7 +80,7 @@ def test_pickled_weights(folder):
     torch.save({}, folder / "pytorch_model.bin")
     torch.save({}, folder / "training_args.bin")
     text = message(folder)
-    assert "has no safetensors file, only pytorch_model.bin; " in text
+    assert "has no safetensors file to load, only pytorch_model.bin; " in text
     assert text.endswith(f"convert it with `maxray convert {folder} FOLDER` and use FOLDER")
 
 

@@ -8,8 +8,8 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 46_700,
-    "lines of code outside unit tests": 58_000,
+    "lines of code in pipeline/ and jobs/": 47_000,
+    "lines of code outside unit tests": 58_300,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 7,
@@ -18,7 +18,7 @@ LIMITS = {
     "verbs": 13,
     "flags of verbs": 116,
     "benches": 24,
-    "spec fields": 783,
+    "spec fields": 785,
     "HTTP fields": 202,
     "shipped specs": 36,
     "modules with one importer": 82,

@@ -198,7 +198,7 @@ class ColPali(SequenceEncoder["ColPali.Spec"]):
             model_class = projected(backbone, width)
             model = load_model(spec, model_class, device_map, renamed=ENGINE_NAMES)
             # Saving would try to restore the former names.
-            model._weight_conversions = []
+            setattr(model, "_weight_conversions", [])
         if spec.projection:
             name = projection_name(model)
             old: Any = model.get_submodule(name)

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from pipeline.encoders.loading import CheckpointSpec, check_checkpoint, load_model
+from pipeline.encoders.qwen_spec import Positions
 
 #: Model classes by model type. The backbone is the submodule `model` of each.
 MODELS = {
@@ -40,13 +41,18 @@ def load_backbone(
     return model
 
 
-def run(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
+def run(
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    positions: Positions = "3d",
+    **options: Any,
+) -> Any:
     """Runs a backbone with explicit position ids, see `positioned`."""
-    return model(**positioned(model, inputs), use_cache=False, **options)
+    return model(**positioned(model, inputs, positions), use_cache=False, **options)
 
 
 def positioned(
-    backbone: Any, inputs: dict[str, torch.Tensor], kind: str = "3d"
+    backbone: Any, inputs: dict[str, torch.Tensor], kind: Positions = "3d"
 ) -> dict[str, torch.Tensor]:
     """Returns inputs with position ids, counted from the first token that is not padding.
 

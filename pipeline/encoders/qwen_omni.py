@@ -382,7 +382,8 @@ class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
         self, video: Sequence[Sequence[TimedImage]], starts: Sequence[float], origin: float
     ) -> MediaTokens:
         """Returns the tokens of a video; `origin` is the time of position 0, in seconds."""
-        rows, columns = self.grid(video[0][0][0])
+        num_frames = len(video) * self.images.temporal_patch_size
+        rows, columns = self.grid(video[0][0][0], num_frames)
         extents = [grid_extents(rows, columns, (frames[0][1], frames[-1][2])) for frames in video]
         times = [self._position(start - origin) for start in starts]
         positions = grid_positions(times, rows, columns)

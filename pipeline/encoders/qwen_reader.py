@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from PIL import Image
@@ -17,18 +17,20 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     smart_resize,
 )
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 from pipeline.data.decode import Unreadable
 from pipeline.encoders.images import grid_extents, item_images
 from pipeline.encoders.loading import (
     SETTINGS,
+    CheckpointSpec,
     check_patches,
     check_tokenizer,
     checkpoint_folder,
+    load_json,
     load_processor,
 )
 from pipeline.encoders.model_inputs import ModelInput
-from pipeline.encoders.qwen_spec import CONTENT, QwenSpecT
+from pipeline.encoders.qwen_spec import CONTENT, Preprocessing, QwenSpecT
 from pipeline.encoders.reader import Reader
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK, token_names
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
@@ -53,7 +55,10 @@ class QwenReader(Reader[QwenSpecT]):
     Attributes:
         VISION_BOUNDARIES: Boundary tokens of images and videos.
         PADS: Placeholder tokens, with the configuration field that holds their id.
+        preprocessing: Library whose steps on images and videos are reproduced.
     """
+
+    preprocessing: Preprocessing = "transformers"
 
     VISION_BOUNDARIES: ClassVar[tuple[str, str]] = ("<|vision_start|>", "<|vision_end|>")
     PADS: ClassVar[dict[str, str]] = {
@@ -63,10 +68,21 @@ class QwenReader(Reader[QwenSpecT]):
 
     def __init__(self, spec: QwenSpecT, settings: PretrainedConfig):
         super().__init__(spec)
+        vision = settings.vision_config
+        self._factor = vision.patch_size * vision.spatial_merge_size  # pixels per token
         limits = {"min_pixels": spec.min_pixels, "max_pixels": spec.max_pixels}
         options = {name: value for name, value in limits.items() if value is not None}
+        if self.preprocessing == "gme":
+            options = {
+                "min_pixels": 256 * self._factor**2,
+                "max_pixels": 1280 * self._factor**2,
+            } | options
         self.images = load_processor(spec, Qwen2VLImageProcessorPil, **options)
-        check_patches(spec, self.images, settings.vision_config)
+        check_patches(spec, self.images, vision)
+        #: Settings of the checkpoint's video processor, unless those of images apply.
+        self.video: VideoSettings | None = None
+        if self.preprocessing != "qwen3_vl_embedding":  # whose code has its own
+            self.video = read_video_settings(spec)
         self.tokenizer = load_processor(spec, AutoTokenizer)
         self.settings = settings
         self.limit = min(spec.max_item_tokens, settings.get_text_config().max_position_embeddings)
@@ -76,7 +92,8 @@ class QwenReader(Reader[QwenSpecT]):
         #: Token ids that the tokenizer appends to every text.
         self.suffix_ids = whole[whole.index(plain[-1]) + 1 :]
         names = self._marker_ids = self.tokenizer.get_added_vocab()
-        self.vision_boundaries = self.token_ids(self.VISION_BOUNDARIES)
+        has_boundaries = self.preprocessing != "vlm2vec"
+        self.vision_boundaries = self.token_ids(self.VISION_BOUNDARIES) if has_boundaries else []
         self.token_ids(self.PADS)
         check_tokenizer(spec.model, self.tokenizer)
         pads = {getattr(settings, field) for field in self.PADS.values()}
@@ -120,17 +137,53 @@ class QwenReader(Reader[QwenSpecT]):
         if start < len(template):
             yield template[start:]
 
-    def grid(self, image: Image.Image) -> tuple[int, int]:
-        """Returns the number of rows and columns of tokens that an image has."""
-        factor = self.images.patch_size * self.images.merge_size
-        size = self.images.size
+    def video_limits(self, num_frames: int) -> tuple[float, float]:
+        """Returns the minimum and maximum number of pixels of each frame of a video."""
+        if self.preprocessing == "qwen3_vl_embedding":
+            # 128 to 768 tokens per pair of frames, and ten times the latter per video.
+            token = self._factor**2
+            low = 128 * token
+            high = max(min(768 * token, 7680 * token / num_frames * 2), int(low * 1.05))
+            high = min(high, self.spec.max_pixels or high)
+        else:  # those of Qwen3-VL are for the whole video
+            share = num_frames if self.settings.model_type == "qwen3_vl" else 1
+            images = self.images.size
+            low, high = images["shortest_edge"], images["longest_edge"]
+            if self.video:
+                low, high = self.video.min_pixels / share, self.video.max_pixels / share
+            low, high = self.spec.min_pixels or low, self.spec.max_pixels or high
+        return min(low, high), high
+
+    def sizes(self, image: Image.Image, num_frames: int | None = None) -> list[tuple[int, int]]:
+        """Returns the heights and widths to which an image is resized, one after another.
+
+        `num_frames` is the number of frames of its video, or None for an image.
+        """
+        token = self._factor**2
+        sizes = [(image.height, image.width)]
+        steps: list[tuple[Any, ...]] = []  # limits of pixels need not be whole numbers
+        if num_frames is None:
+            if self.preprocessing == "gme":
+                steps = [(self._factor, 4 * token, 16384 * token)]
+            if self.preprocessing == "vlm2vec" and min(image.size) < self._factor:
+                sizes.append((2 * self._factor, 2 * self._factor))
+            limits = self.images.size
+            steps.append((self._factor, limits["shortest_edge"], limits["longest_edge"]))
+        else:
+            if self.preprocessing == "qwen3_vl_embedding":
+                steps = [(2 * self._factor, 16 * token, 65536 * token)]
+            steps.append((self._factor, *self.video_limits(num_frames)))
         try:
-            height, width = smart_resize(
-                image.height, image.width, factor, size["shortest_edge"], size["longest_edge"]
-            )
+            for step in steps:
+                sizes.append(smart_resize(*sizes[-1], *step))
         except ValueError as error:
             raise Unreadable("image not supported by the model", str(error)) from None
-        return height // factor, width // factor
+        return sizes[1:]
+
+    def grid(self, image: Image.Image, num_frames: int | None = None) -> tuple[int, int]:
+        """Returns the number of rows and columns of tokens of an image or a frame of a video."""
+        height, width = self.sizes(image, num_frames)[-1]
+        return height // self._factor, width // self._factor
 
     def write(
         self,
@@ -149,8 +202,9 @@ class QwenReader(Reader[QwenSpecT]):
         for image, start, stop in images:
             extents = grid_extents(*self.grid(image), (start, stop))
             writer.add_vision(self.settings.image_token_id, IMAGE_TYPE, extents)
+        num_frames = len(video) * self.images.temporal_patch_size
         grids = [
-            grid_extents(*self.grid(frames[0][0]), (frames[0][1], frames[-1][2]))
+            grid_extents(*self.grid(frames[0][0], num_frames), (frames[0][1], frames[-1][2]))
             for frames in video
         ]
         if self.settings.model_type == "qwen3_vl":  # a timestamp precedes each grid
@@ -193,11 +247,21 @@ class QwenReader(Reader[QwenSpecT]):
                 names[number] = text[start:stop]
         return inputs, names
 
-    def image_inputs(self, images: Sequence[TimedImage]) -> dict[str, torch.Tensor]:
-        """Returns the inputs of the vision tower for images, one grid per image."""
+    def image_inputs(
+        self, images: Sequence[TimedImage], num_frames: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Returns the inputs of the vision tower for images, one grid per image.
+
+        `num_frames` is the number of frames of the video that they belong to.
+        """
         if not images:
             return {}
-        output = self.images([image for image, _, _ in images], return_tensors="pt")
+        resized = []
+        for image, _, _ in images:
+            for height, width in self.sizes(image, num_frames):
+                image = image.resize((width, height), self.images.resample)
+            resized.append(image)
+        output = self.images(resized, do_resize=False, return_tensors="pt")
         return {name: output[name] for name in ("pixel_values", "image_grid_thw")}
 
     def video_inputs(self, video: Sequence[Sequence[TimedImage]]) -> dict[str, torch.Tensor]:
@@ -210,7 +274,8 @@ class QwenReader(Reader[QwenSpecT]):
         depth, size = self.images.temporal_patch_size, self.images.patch_size
         # An incomplete last grid repeats its last frame.
         grids = [[*frames, *[frames[-1]] * (depth - len(frames))] for frames in video]
-        inputs = self.image_inputs([frame for frames in grids for frame in frames])
+        frames = [frame for frames in grids for frame in frames]
+        inputs = self.image_inputs(frames, len(frames))
         patches = inputs["pixel_values"].view(len(video), depth, -1, 3, depth, size * size)
         halves = [patches[:, half, :, :, half] for half in range(depth)]
         _, rows, columns = inputs["image_grid_thw"][0].tolist()
@@ -223,6 +288,47 @@ class QwenReader(Reader[QwenSpecT]):
             interval = (starts[-1] - starts[0]) / max(1, len(starts) - 1)
             media["second_per_grid_ts"] = torch.tensor([interval * depth], dtype=torch.float32)
         return media
+
+
+class VideoSettings(NamedTuple):
+    """Settings of a video processor. The rate of frames per second, if any, is a maximum."""
+
+    min_pixels: float
+    max_pixels: float
+    fps: float | None
+    min_frames: int
+    max_frames: int
+
+    def num_frames(self, seconds: float) -> int:
+        """Returns the maximum number of frames of a video.
+
+        >>> VideoSettings(0, 0, 2.0, 4, 768).num_frames(10.7)
+        20
+        """
+        number = self.max_frames if self.fps is None else seconds * self.fps
+        return int(min(max(number, self.min_frames), self.max_frames) / 2) * 2
+
+
+def read_video_settings(spec: CheckpointSpec) -> VideoSettings | None:
+    """Reads the settings of a checkpoint's video processor, or returns None without a size."""
+    folder = checkpoint_folder(spec, SETTINGS)
+    rule = "a checkpoint with a valid video processor"
+    with reading("model", spec.model, rule, AttributeError, KeyError, TypeError, ValueError):
+        files = [
+            load_json(folder / f"{name}.json", spec.model) or {}
+            for name in ("processor_config", "video_preprocessor_config")
+        ]
+        settings = files[0].get("video_processor") or files[1]
+        size = settings.get("size") or {}
+        low = settings.get("min_pixels") or size.get("shortest_edge")
+        high = settings.get("max_pixels") or size.get("longest_edge")
+        if not low or not high:
+            return None
+        samples = bool(settings.get("do_sample_frames"))  # otherwise the source's frames are read
+        fps = settings.get("fps") if samples else None
+        least = settings.get("min_frames") or 4
+        most = (settings.get("max_frames") or 768) if samples else 2**31
+        return VideoSettings(float(low), float(high), fps and float(fps), int(least), int(most))
 
 
 class SequenceWriter:
@@ -265,11 +371,11 @@ class SequenceWriter:
         `pad` is repeated per row of `extents` (n, 6), and `type` is a code of `mm_token_type_ids`.
         """
         self.flush()
-        start, end = self._reader.vision_boundaries
-        self._add([start], SPECIAL)
+        boundaries = self._reader.vision_boundaries
+        self._add(boundaries[:1], SPECIAL)
         self.extents.append((len(self.ids), extents))
         self._add([pad] * len(extents), VISUAL, type)
-        self._add([end], SPECIAL)
+        self._add(boundaries[1:], SPECIAL)
 
     def finish(self) -> None:
         """Appends the tokens that the tokenizer adds to every text, unless already present."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
@@ -38,6 +38,12 @@ def _check_prompt(prompt: str) -> str:
 
 
 Prompt = Annotated[str, AfterValidator(_check_prompt)]
+
+#: Position ids: in time, row and column, or one number per token.
+Positions = Literal["3d", "1d"]
+
+#: Libraries whose steps on images, videos and instructions differ.
+Preprocessing = Literal["transformers", "gme", "vlm2vec", "qwen3_vl_embedding"]
 
 
 class QwenSpec(AppendedTokensSpec, CheckpointSpec):

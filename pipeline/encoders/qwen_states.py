@@ -7,6 +7,7 @@ token. The use of the preceding states as multi-vectors follows SMART (section 3
 from __future__ import annotations
 
 import math
+import unicodedata
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,7 +24,12 @@ from pipeline.encoders.images import open_query_image
 from pipeline.encoders.layers import attention_info, check_layers, layer_states, make_bidirectional
 from pipeline.encoders.loading import NOT_IN_FINGERPRINTS, checkpoint_fingerprint
 from pipeline.encoders.model_inputs import ModelInput
-from pipeline.encoders.qwen_reader import QwenReader, SequenceWriter, TimedImage
+from pipeline.encoders.qwen_reader import (
+    QwenReader,
+    SequenceWriter,
+    TimedImage,
+    VideoSettings,
+)
 from pipeline.encoders.qwen_spec import StatesSpecT
 from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.encoders.templates import (
@@ -35,6 +41,9 @@ from pipeline.encoders.trained import appended_hashes, check_appended_tokens
 from pipeline.schema import is_blank
 from pipeline.taps import MODEL_STATISTICS
 from pipeline.tokens import SPECIAL, VISUAL
+
+#: Fields whose effect `StatesReader.differences` returns.
+PREPROCESSING_FIELDS = ("preprocessing", "positions")
 
 
 class StatesEncoder(SequenceEncoder[StatesSpecT]):
@@ -71,12 +80,14 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
         self.dim = settings.hidden_size * self.num_states
         last = (-1, settings.num_hidden_layers)
         self._is_last_layer, self._pools_last_layer = spec.layer in last, spec.pooled_layer in last
-        # The fingerprints of indexes without the field do not change.
+        reader: Any = self._reader
+        # The fingerprints of indexes without these fields do not change.
         pooled = {} if self._pools_last_layer else {"pooled_layer": spec.pooled_layer}
         self.fingerprint = checkpoint_fingerprint(
             spec,
-            (*NOT_IN_FINGERPRINTS, *self.ITEM_FIELDS, "pooled_layer"),
+            (*NOT_IN_FINGERPRINTS, *self.ITEM_FIELDS, "pooled_layer", *PREPROCESSING_FIELDS),
             **pooled,
+            **reader.differences(),
             **appended_hashes(spec),
         )
 
@@ -147,6 +158,17 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
         """Runs the model and returns its output."""
 
 
+def end_sentence(instruction: str) -> str:
+    """Adds a full stop, unless the instruction ends with a punctuation mark.
+
+    >>> [end_sentence(text) for text in ("Find a page ", "Find a page?", "")]
+    ['Find a page.', 'Find a page?', '']
+    """
+    instruction = instruction.strip()
+    is_open = instruction and not unicodedata.category(instruction[-1]).startswith("P")
+    return f"{instruction}." if is_open else instruction
+
+
 class StatesReader(QwenReader[StatesSpecT]):
     """Reader of items and queries with prompts.
 
@@ -162,6 +184,17 @@ class StatesReader(QwenReader[StatesSpecT]):
             vocabulary = self.tokenizer.get_vocab()
             check_special_tokens(field, getattr(spec, field), vocabulary, spec.model)
 
+    def differences(self) -> dict[str, Any]:
+        """Returns the preprocessing, as far as it differs from that of images by transformers."""
+        images = self.images.size
+        same = VideoSettings(images["shortest_edge"], images["longest_edge"], None, 4, 2**31)
+        found: dict[str, Any] = {}
+        if self.preprocessing != "transformers":
+            found["preprocessing"] = self.preprocessing
+        if self.video and self.video._replace(min_frames=4) != same:
+            found["video"] = self.video
+        return found
+
     @property
     def _as_images(self) -> bool:
         """True if the frames of a video are separate images."""
@@ -170,6 +203,8 @@ class StatesReader(QwenReader[StatesSpecT]):
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
         """Returns one sequence: the images or the video, and the text."""
         images, text = self.item_content(item)
+        if self.preprocessing == "qwen3_vl_embedding" and not images and item.get("text") == "":
+            text = "NULL"
         return [self._build(self.spec.document_prompt, text, images)] if images or text else []
 
     def read_note(self, item: Mapping[str, Any], inputs: Sequence[ModelInput]) -> dict[str, Any]:
@@ -202,6 +237,8 @@ class StatesReader(QwenReader[StatesSpecT]):
         as_images = self._as_images
         depth = 1 if as_images else self.images.temporal_patch_size
         max_frames = min(len(images), self.spec.max_frames)
+        if self.video:
+            max_frames = min(max_frames, self.video.num_frames(images[-1][2] - images[0][1]))
 
         def subsample(num_grids: int) -> list[Sequence[TimedImage]]:
             num_frames = min(num_grids * depth, max_frames)
@@ -246,8 +283,11 @@ class StatesReader(QwenReader[StatesSpecT]):
     @property
     def query_prompt(self) -> str:
         """Prompt of queries with the instruction, which replaces that of the default prompt."""
-        prompt = fill_template(self.spec.query_prompt, self.instruction)
-        return prompt.replace(DEFAULT_INSTRUCTION, self.instruction)
+        instruction = self.instruction
+        if self.preprocessing == "qwen3_vl_embedding":
+            instruction = end_sentence(instruction)
+        prompt = fill_template(self.spec.query_prompt, instruction)
+        return prompt.replace(DEFAULT_INSTRUCTION, instruction)
 
     def read_still(self, image: Image.Image, start: float, stop: float) -> ModelInput:
         """Returns the sequence of a single image, displayed from `start` to `stop` s, or NaN."""

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pipeline.encoders.loading import check_checkpoint
 from pipeline.encoders.qwen_model import MODELS, load_backbone, run
-from pipeline.encoders.qwen_spec import StatesSpec
+from pipeline.encoders.qwen_spec import Positions, Preprocessing, StatesSpec
 from pipeline.encoders.qwen_states import StatesEncoder, StatesReader
 
 
@@ -33,6 +33,24 @@ class QwenVL(StatesEncoder["QwenVL.Spec"]):
         """Encode the frames of a video as a "video", where two frames form one grid of tokens, or
         as separate "images" in one sequence.
         """
+        preprocessing: Preprocessing | None = None
+        """Library whose steps on images, videos and instructions are reproduced:
+
+        - "transformers": The image and video processors of the checkpoint.
+        - "gme": Images are resized twice, the second time to 256 to 1280 tokens.
+        - "vlm2vec": Images and videos have no boundary tokens. Images smaller than a token are
+          resized to two tokens per side.
+        - "qwen3_vl_embedding": Videos have a budget of tokens, which also scales them up. An
+          instruction without a final punctuation mark ends with a full stop, and an empty text is
+          "NULL".
+
+        Null: "gme" if config.json names a class of GME, "qwen3_vl_embedding" for a Qwen3-VL,
+        otherwise "transformers".
+        """
+        positions: Positions | None = None
+        """Positions of image tokens: in time, row and column ("3d"), or numbered like text ("1d").
+        Null: "1d" for the preprocessing of GME and VLM2Vec, otherwise "3d".
+        """
 
     ITEM_FIELDS = ("documents", "frames", "document_prompt", "max_frames", "max_item_tokens")
     empty_reason = "no image and no text"
@@ -41,6 +59,14 @@ class QwenVL(StatesEncoder["QwenVL.Spec"]):
     def settings(cls, spec: Spec) -> PretrainedConfig:
         """Returns the configuration of the model."""
         return check_checkpoint(spec, *MODELS)
+
+    @classmethod
+    def check(cls, spec: Spec) -> None:
+        """Checks that the checkpoint and its preprocessing support the spec."""
+        if spec.preprocessing == "vlm2vec" and spec.frames == "images":
+            rule = "1d for separate images without boundaries"
+            spec.require(spec.positions != "3d", "positions", rule)
+        super().check(spec)
 
     @classmethod
     def supported_inputs(cls, spec: Spec) -> tuple[str, ...]:
@@ -59,12 +85,38 @@ class QwenVL(StatesEncoder["QwenVL.Spec"]):
 
     def run(self, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
         """Runs the model and returns its output."""
-        return run(self.model, inputs, **options)
+        reader: Any = self._reader
+        return run(self.model, inputs, reader.positions, **options)
 
 
 class QwenVLReader(StatesReader["QwenVL.Spec"]):
-    """Reader of items and queries with prompts."""
+    """Reader of items and queries with prompts.
+
+    Attributes:
+        positions: Positions of image tokens.
+    """
+
+    def __init__(self, spec: QwenVL.Spec, settings: PretrainedConfig):
+        self.preprocessing = spec.preprocessing or _find_preprocessing(settings)
+        is_1d = self.preprocessing in ("gme", "vlm2vec")
+        self.positions: Positions = spec.positions or ("1d" if is_1d else "3d")
+        super().__init__(spec, settings)
+
+    def differences(self) -> dict[str, Any]:
+        """Returns the preprocessing and the positions, as far as they differ from the default."""
+        return super().differences() | ({"positions": "1d"} if self.positions == "1d" else {})
 
     @property
     def _as_images(self) -> bool:
         return self.spec.frames == "images"
+
+
+def _find_preprocessing(settings: PretrainedConfig) -> Preprocessing:
+    """Returns the preprocessing of the library that a checkpoint belongs to."""
+    classes = [
+        *(settings.architectures or ()),
+        *(getattr(settings, "auto_map", None) or {}).values(),
+    ]
+    if any("gme" in str(name).lower() for name in classes):
+        return "gme"
+    return "qwen3_vl_embedding" if settings.model_type == "qwen3_vl" else "transformers"

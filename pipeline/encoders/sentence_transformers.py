@@ -35,6 +35,7 @@ from pipeline.encoders.loading import (
 )
 from pipeline.encoders.templates import (
     DEFAULT_INSTRUCTION,
+    PROBE,
     PROMPTS_FILE,
     Templates,
     TemplateSpec,
@@ -141,6 +142,8 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         prompts = prompt_texts({"prompts": model.prompts})
         self._prompts = dict(zip(("query", "document"), prompts, strict=True))
         self._check_prefixes()
+        if spec.vectors == MULTI_VECTOR:
+            self._check_lengths()
         self.dim = model.get_embedding_dimension()
         self.pooled_dim = None if spec.vectors == MULTI_VECTOR else self.dim
         settings = config.dump(spec, exclude=NOT_IN_FINGERPRINT)
@@ -241,6 +244,16 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
             check_declared(spec, field, prefix, declared or None, PROMPTS_FILE)
             template = declared if prefix is None else prefix
             check_special_tokens(field, template, vocabulary, spec.model)
+
+    def _check_lengths(self) -> None:
+        """Checks that token vectors have unit length, which scores and indexes assume."""
+        (output,) = self._run([PROBE], "query", self._query_prefix)
+        longest = float(output["token_embeddings"][self._mask(output)].float().norm(dim=1).max())
+        if abs(longest - 1) > 0.01:
+            rule = "a multi-vector model whose vectors have unit length"
+            note = '; add a module to it that normalises "token_embeddings"'
+            problem = f"has vectors of length {longest:.3g}"
+            raise SpecError("model", self.spec.model, rule, problem, note)
 
     def _check_length(self, text: str) -> None:
         """Checks the length of a query, which the library would truncate."""

@@ -16,6 +16,7 @@ from transformers import (
     Qwen2_5OmniThinkerForConditionalGeneration,
     WhisperFeatureExtractor,
 )
+from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from pipeline.config import SpecError
@@ -79,13 +80,14 @@ class Reference:
             "feature_attention_mask": mask,
         }
 
-    def video_inputs(self, frames) -> tuple[int, dict[str, torch.Tensor]]:
+    def video_inputs(self, frames, size=None) -> tuple[int, dict[str, torch.Tensor]]:
         """Returns the number of tokens per pair of frames and the inputs of the vision tower."""
         frames = [*frames, *[frames[-1]] * (len(frames) % 2)]
         processor, pixels = self.images, []
+        size = size or processor.size
         for frame in frames:
             array = np.asarray(frame, dtype=np.float32).transpose(2, 0, 1)
-            array = processor.resize(array, processor.size, processor.resample, factor=8)
+            array = processor.resize(array, size, processor.resample, factor=8)
             array = processor.rescale(array, processor.rescale_factor)
             pixels.append(processor.normalize(array, processor.image_mean, processor.image_std))
         video = torch.tensor(np.stack(pixels))
@@ -106,8 +108,8 @@ class Reference:
         number, media = self.audio_inputs(samples)
         return self(f"<|audio_bos|>{'<|AUDIO|>' * number}<|audio_eos|>", **more, **media)
 
-    def video(self, frames, interval: float, **more):
-        pads, media = self.video_inputs(frames)
+    def video(self, frames, interval: float, size=None, **more):
+        pads, media = self.video_inputs(frames, size)
         pads *= int(media["video_grid_thw"][0, 0])
         media["video_second_per_grid"] = torch.tensor([2 * interval])
         return self(f"<|vision_bos|>{'<|VIDEO|>' * pads}<|vision_eos|>", **more, **media)
@@ -531,6 +533,23 @@ def test_subsamples_long_videos(build):
     sizes = clip([noise(24, 16), noise(16, 24)], [0.0, 1.0], noise_audio(1.0))
     with pytest.raises(Unreadable, match="several sizes"):
         encode_items(build(), sizes)
+
+
+def test_settings_of_the_video_processor(build, checkpoint, reference, tmp_path):
+    """The size of videos in a checkpoint that differs from that of images."""
+    folder = shutil.copytree(checkpoint("qwen2_5_omni"), tmp_path / "model")
+    size = {"shortest_edge": 64, "longest_edge": 6 * 64}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": size}))
+    frames = [noise(40, 30, seed) for seed in range(4)]
+    ids, expected = reference.video(frames, 0.5, SizeDict(**size))
+    found, plain = build(model=str(folder)), build()
+    batch = encode_items(found, clip(frames, np.arange(4) * 0.5))[0]
+    assert_close(batch.vectors[0], unit(expected.hidden_states[-1][0, is_kept(found, ids)]))
+    assert_close(batch.pooled[0], unit(expected.hidden_states[-1][0, -1]))
+    assert encode_items(plain, clip(frames, np.arange(4) * 0.5))[0].lengths > batch.lengths
+    image = [png(frames[0])]
+    assert_close(found.encode_images(image).tokens.pooled, plain.encode_images(image).tokens.pooled)
+    assert found.fingerprint != plain.fingerprint
 
 
 def test_loads_published_and_bare_checkpoints(build, checkpoint, reference, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from pipeline.config import SpecError
@@ -72,14 +74,28 @@ class Reference:
         vision = "".join(f"{START}{'<|image_pad|>' * number}{END}" for number in pads)
         return self(prompt.replace("{content}", vision + text), **inputs)
 
-    def video(self, frames, seconds, prompt: str = DOCUMENT_PROMPT):
+    def gme(self, text: str, image=None, size=None):
+        """Returns the pooled vector as the forward pass of GME's own class computes it."""
+        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        model = self.model.model
+        with torch.no_grad():
+            embedded = model.get_input_embeddings()(ids)
+            if image is not None:
+                inputs = self.images([image], return_tensors="pt", **size or {})
+                output = model.get_image_features(**inputs)
+                embedded[ids == self.model.config.image_token_id] = torch.cat(output.pooler_output)
+            states = model.language_model(inputs_embeds=embedded).last_hidden_state
+        return unit(states[0])
+
+    def video(self, frames, seconds, prompt: str = DOCUMENT_PROMPT, size=None):
         """Runs the model on a video; the processors of transformers need torchvision."""
         processor, frames = self.images, [*frames, *[frames[-1]] * (len(frames) % 2)]
+        size = SizeDict(**size) if size else processor.size
         seconds = [*seconds, *[seconds[-1]] * (len(seconds) % 2)]
         pixels = []
         for frame in frames:
             array = np.asarray(frame, dtype=np.float32).transpose(2, 0, 1)
-            array = processor.resize(array, processor.size, processor.resample, factor=8)
+            array = processor.resize(array, size, processor.resample, factor=8)
             array = processor.rescale(array, processor.rescale_factor)
             pixels.append(processor.normalize(array, processor.image_mean, processor.image_std))
         video = torch.tensor(np.stack(pixels))
@@ -216,7 +232,8 @@ def test_attention_matches_eager_attention(encoder, reference, heads):
 
 
 @pytest.mark.parametrize("number", [4, 5, 1])
-def test_videos_match_transformers(encoder, reference, number):
+def test_videos_match_transformers(build, family, reference, number):
+    encoder = build(family, preprocessing="transformers")
     frames = [noise(24, 16, seed) for seed in range(number)]
     seconds = [10.0 + 0.5 * i for i in range(number)]
     found = encode_items(encoder, clip(frames, seconds, 13.0))[0]
@@ -475,6 +492,204 @@ def test_tokens_appended_by_the_tokenizer(build, checkpoint, tmp_path):
         same = build(query_prompt=QUERY_PROMPT + "<|endoftext|>").encode_queries(TEXTS)
         assert_close(found.tokens.pooled, same.tokens.pooled)
         assert found.token_texts == same.token_texts
+
+
+GME = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{content}"
+    "<|im_end|>\n<|im_start|>assistant\n<|endoftext|>"
+)
+
+
+@pytest.fixture
+def edited(checkpoint, tmp_path):
+    """Copies a checkpoint and changes its JSON files."""
+
+    def edited(family, **files):
+        folder = shutil.copytree(checkpoint(family), tmp_path / family, dirs_exist_ok=True)
+        for name, values in files.items():
+            path = folder / f"{name}.json"
+            before = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps({**before, **values}))
+        return str(folder)
+
+    return edited
+
+
+def test_gme(build, checkpoint, edited):
+    """One-dimensional positions and two sizes, as in gme_inference.py of the checkpoint."""
+    reference = Reference("qwen2_vl", checkpoint("qwen2_vl"))
+    prompts = {"document_prompt": GME, "query_prompt": GME}
+    # 4 to 16,384 tokens of 8 x 8 pixels, then the limits of the model.
+    limits = {"min_pixels": 9 * 64, "max_pixels": 20 * 64}
+    encoder = build("qwen2_vl", preprocessing="gme", output_tokens="paper", **prompts, **limits)
+    size = {"size": {"shortest_edge": 9 * 64, "longest_edge": 20 * 64}}
+    for image, first, pads in (
+        (noise(51, 62), (48, 64), 3 * 5),  # widths and heights
+        (noise(6, 20), (16, 32), 3 * 5),  # enlarged to 4 tokens, then to 9
+        (noise(31, 28), (32, 32), 4 * 4),
+    ):
+        vision = f"{START}{'<|image_pad|>' * pads}{END}"
+        text = GME.replace("{content}", vision)
+        states = reference.gme(text, image.resize(first), size)
+        found = encode_items(encoder, pa.table({"item_id": ["a"], "image": [png(image)]}))[0]
+        assert_close(found.pooled[0], states[-1])
+        assert_close(found.vectors[0], states[:-1])
+    whole = build("qwen2_vl", preprocessing="gme", **prompts)
+    assert whole._reader.images.size == {"shortest_edge": 256 * 64, "longest_edge": 1280 * 64}
+    # The class of GME in config.json selects its preprocessing.
+    folder = edited("qwen2_vl", config={"architectures": ["GmeQwen2VL"]})
+    named = build(model=folder, output_tokens="paper", **prompts, **limits)
+    assert_close(named.encode_images([png(image)]).tokens.pooled[0], states[-1])
+    plain = build("qwen2_vl", output_tokens="paper", **prompts, **limits)
+    assert (plain.encode_images([png(image)]).tokens.pooled[0] - states[-1]).abs().max() > 1e-3
+    assert plain.fingerprint != encoder.fingerprint
+
+
+@pytest.mark.parametrize("positions", ["1d", "3d"])
+def test_positions(build, reference, positions):
+    """Positions in one dimension are those of a model without position ids."""
+    prompt, image = "{content} drag<|im_end|>", noise(24, 16)
+    encoder = build(
+        reference.family, positions=positions, query_prompt=prompt, preprocessing="transformers"
+    )
+    found = encoder.encode_images([png(noise(40, 40)), png(image)]).tokens.pooled[1]
+    inputs = reference.images([image], return_tensors="pt")
+    vision = f"{START}{'<|image_pad|>' * 6}{END}"
+    ids, expected = reference.image(image, prompt=prompt)
+    if positions == "1d":
+        types = (ids == reference.model.config.image_token_id).long()[None]
+        with torch.no_grad():
+            expected = reference.model.model(
+                input_ids=ids[None],
+                position_ids=torch.arange(len(ids)).expand(3, 1, -1),
+                mm_token_type_ids=types,
+                **inputs,
+            )
+        assert_close(found, unit(expected.last_hidden_state[0, -1]))
+        if reference.family == "qwen2_vl":
+            states = reference.gme(prompt.replace("{content}", vision), image)
+            assert_close(found, states[-1])
+    else:
+        assert_close(found, unit(expected.hidden_states[-1][0, -1]))
+    default = build(reference.family, query_prompt=prompt, preprocessing="transformers")
+    assert (encoder.fingerprint == default.fingerprint) == (positions == "3d")
+
+
+def test_vlm2vec(build, checkpoint):
+    """A bare placeholder, and images smaller than a token in two by two tokens."""
+    reference = Reference("qwen2_vl", checkpoint("qwen2_vl"))
+    prompt = "{content} Understand the content of the provided document image."
+    encoder = build("qwen2_vl", preprocessing="vlm2vec", document_prompt=prompt)
+    for image, resized, pads in (
+        (noise(24, 16), noise(24, 16), 6),
+        (noise(6, 60), noise(6, 60).resize((16, 16)), 4),
+    ):
+        text = prompt.replace("{content}", "<|image_pad|>" * pads)
+        states = reference.gme(text, resized)
+        found = encode_items(encoder, pa.table({"item_id": ["a"], "image": [png(image)]}))[0]
+        assert_close(found.vectors[0], states)
+        assert_close(found.pooled[0], states[-1])
+    two = clip([noise(24, 16), noise(24, 16, 1)], [0.0, 1.0], 2.0)
+    bare = build("qwen2_vl", preprocessing="vlm2vec", document_prompt="{content}")
+    assert encode_items(bare, two)[0].lengths.tolist() == [6]
+    rule = "positions must be 1d for separate images without boundaries, got '3d'"
+    given = {"preprocessing": "vlm2vec", "positions": "3d", "frames": "images"}
+    with pytest.raises(SpecError, match=rule):
+        check(model=checkpoint("qwen2_vl"), **given)
+
+
+def test_qwen3_vl_embedding(build, checkpoint):
+    """The full stop of instructions, and "NULL" for an empty text."""
+    reference = Reference("qwen3_vl", checkpoint("qwen3_vl"))
+    encoder = build()
+    for instruction, expected in (
+        ("Find a page", "Find a page."),
+        (" Find a page? ", "Find a page?"),
+        ("找到一页。", "找到一页。"),
+        ("Find <it>", "Find <it>."),  # a mathematical symbol
+    ):
+        found = encoder.with_instruction(instruction).encode_queries(["lift"]).tokens.pooled[0]
+        _, output = reference(fill_template(CHAT, expected).replace("{content}", "lift"))
+        assert_close(found, unit(output.hidden_states[-1][0, -1]))
+    found = encode_items(encoder, pa.table({"item_id": ["a", "b"], "text": ["", None]}))
+    _, output = reference(DOCUMENT_PROMPT.replace("{content}", "NULL"))
+    assert_close(found[0].pooled[0], unit(output.hidden_states[-1][0, -1]))
+    assert found[1].lengths.tolist() == [0]
+    plain = build(preprocessing="transformers")
+    assert plain.fingerprint != encoder.fingerprint
+    assert encode_items(plain, pa.table({"item_id": ["a"], "text": [""]}))[0].lengths[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "number", "first", "tokens"),
+    [  # widths and heights
+        ((40, 28), 4, (32, 32), (12, 12)),  # enlarged to 128 tokens
+        ((40, 28), 3, (32, 32), (12, 12)),
+        ((270, 190), 4, (272, 192), (32, 23)),  # reduced to 768 tokens
+        ((250, 190), 40, (256, 192), (22, 16)),  # to 7,680 tokens per video
+        ((250, 190), 64, (256, 192), (17, 13)),
+    ],
+)
+def test_video_budget_of_qwen3_vl_embedding(edited, build, size, number, first, tokens):
+    """Frames are rounded to two tokens, then scaled to the budget, as by its published code."""
+    folder = edited("qwen3_vl")
+    config = json.loads(Path(folder, "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 16384
+    edited("qwen3_vl", config=config)
+    prompt, frames = "{content}<|im_end|>", [noise(*size, seed) for seed in range(number)]
+    encoder = build(model=folder, output_tokens="visual", document_prompt=prompt)
+    seconds = [0.5 * i for i in range(number)]
+    found = encode_items(encoder, clip(frames, seconds, 0.5 * number))[0]
+    columns, rows = tokens  # by smart_resize of qwen-vl-utils 0.0.14
+    assert found.lengths.tolist() == [rows * columns * -(-number // 2)]
+    if number > 4:
+        return
+    resized = [frame.resize(first).resize((8 * columns, 8 * rows)) for frame in frames]
+    area = {"shortest_edge": 1, "longest_edge": 10**9}
+    ids, output = Reference("qwen3_vl", folder).video(resized, seconds, prompt, area)
+    keep = ids == encoder._reader.settings.video_token_id
+    assert_close(found.vectors[0], unit(output.hidden_states[-1][0, keep]))
+    limited = build(model=folder, output_tokens="visual", max_pixels=16 * 64)
+    assert encode_items(limited, clip(frames, seconds, 2.0))[0].lengths[0] <= 16 * 2
+
+
+def test_settings_of_the_video_processor(build, edited, reference):
+    """Size and rate of frames of the checkpoint, in each file where transformers saves them."""
+    frames, seconds = [noise(40, 24, seed) for seed in range(8)], [0.5 * i for i in range(8)]
+    items = clip(frames, seconds, 4.0)
+    share = 8 if reference.family == "qwen3_vl" else 1  # limits of the whole video
+    size = {"shortest_edge": 64 * share, "longest_edge": 6 * 64 * share}
+    given = {"preprocessing": "transformers", "model": edited(reference.family)}
+    plain = build(**given)
+    for name, values in (
+        ("video_preprocessor_config", {"size": size}),
+        ("processor_config", {"video_processor": {"size": size}}),
+    ):
+        edited(reference.family, **{name: values})
+        encoder = build(**given)
+        limits = {"shortest_edge": 64, "longest_edge": 6 * 64}
+        _, expected = reference.video(frames, seconds, size=limits)
+        found = encode_items(encoder, items)[0]
+        assert_close(found.pooled[0], unit(expected.hidden_states[-1][0, -1]))
+        assert_close(
+            encoder.encode_images([png(frames[0])]).tokens.pooled,
+            plain.encode_images([png(frames[0])]).tokens.pooled,
+        )
+        assert encoder.fingerprint != plain.fingerprint
+    larger = build(**given, min_pixels=12 * 64, max_pixels=12 * 64, output_tokens="visual")
+    assert encode_items(larger, items)[0].lengths[0] > 4 * 6
+    samples = {"size": size, "do_sample_frames": True, "fps": 1, "min_frames": 2, "max_frames": 6}
+    for changes, number in (({}, 4), ({"min_frames": 6}, 6), ({"fps": 2}, 6)):
+        edited(reference.family, processor_config={"video_processor": {**samples, **changes}})
+        encoder = build(**given)
+        (inputs,) = encoder._reader.read_item(items.to_pylist()[0])
+        assert int(inputs.media["video_grid_thw"][0, 0]) * 2 == number
+        assert encoder._reader.read_note(items.to_pylist()[0], [inputs]) == {"frames_read": number}
+    for invalid in ([], {"video_processor": {"size": {"shortest_edge": "a", "longest_edge": 4}}}):
+        path = Path(given["model"], "processor_config.json")
+        path.write_text(json.dumps(invalid or ["a"]))
+        with pytest.raises(SpecError, match="^model must be a checkpoint with a"):
+            check(**given)
 
 
 def test_pixel_limits(build):

@@ -160,6 +160,21 @@ def test_fingerprint(checkpoint, copy):
     assert build(folder).fingerprint != encoder.fingerprint
 
 
+def test_rejects_vectors_of_other_lengths(checkpoint, tmp_path):
+    """A model without the module that normalises its token vectors."""
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Normalize
+
+    model = MultiVectorEncoder(str(checkpoint("colbert_bert")), device="cpu")
+    modules = [module for module in model if not isinstance(module, Normalize)]
+    MultiVectorEncoder(modules=modules).save(str(tmp_path / "raw"))
+    message = r"^model must be .* unit length, .*, which has vectors of length .*; add a module"
+    with pytest.raises(SpecError, match=message):
+        build(tmp_path / "raw")
+    MultiVectorEncoder(modules=[*model]).save(str(tmp_path / "unit"))
+    assert build(tmp_path / "unit").dim == model.get_embedding_dimension()
+
+
 def test_rejects_long_queries(checkpoint, minilm):
     """The library would truncate them."""
     for encoder, limit in (

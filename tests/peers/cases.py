@@ -7,6 +7,8 @@ from typing import Any
 
 TARGETS = "target_modules of an adapter match layers of ours that it was not trained with"
 
+MEAN = "no encoder returns the mean of ModernVBERT"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -46,6 +48,7 @@ def late(
     model: str,
     variant: str = "",
     adapter: str = "",
+    pooled: bool = False,
     pending: str | None = None,
     **more: Any,
 ) -> Case:
@@ -53,7 +56,7 @@ def late(
     spec = {"name": "colpali", "model": f"{{folder}}/{model}", **more}
     if adapter:
         spec["adapter"] = f"{{folder}}/{adapter}"
-    return Case(family, variant or adapter or model, spec, pending=pending)
+    return Case(family, variant or adapter or model, spec, pooled, pending=pending)
 
 
 def dense(family: str, model: str, adapter: str = "", variant: str = "", **more: Any) -> Case:
@@ -92,15 +95,25 @@ CASES = [
     late("colpali", "hf"),
     late("colqwen2", "hf"),
     late("colidefics3", "base"),
-    late("colidefics3", "adapter", pending=TARGETS),
-    late("colidefics3", "base", adapter="adapter", pending=TARGETS),
+    late("colidefics3", "adapter"),
+    late("colidefics3", "base", adapter="adapter"),
     *(late("colqwen_omni", name) for name in ("base", "adapter")),
     late("colqwen_omni", "misnamed", "base"),
     late("colqwen_omni", "base", adapter="adapter"),
+    *(late("colqwen3_5", name) for name in ("base", "adapter")),
+    *(late("colgemma3", name) for name in ("base", "adapter")),
+    *(late("colmodernvbert", name) for name in ("base", "adapter", "hf")),
+    late("colmodernvbert", "misnamed", "base"),
+    *(late("bimodernvbert", name, pooled=True, pending=MEAN) for name in ("base", "adapter")),
     dense("biqwen2_5", "base"),
     dense("biqwen2_5", "adapter", pending=TARGETS),
     dense("biqwen2_5", "base", "adapter", pending=TARGETS),
     dense("biqwen2_5", "base", "adapter_old_names", "adapter", pending=TARGETS),
+]
+
+CASES += [
+    Case("colbert", "model", {"name": "colbert", "model": "{folder}/model"}),
+    Case("pylate", "model", {"name": "colbert", "model": "{folder}/model"}),
 ]
 
 

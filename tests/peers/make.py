@@ -1,8 +1,11 @@
 """Makes checkpoints and vectors with the libraries that checkpoints come from.
 
-Run it in an environment that has the libraries, which the suite does not need:
+Run it in an environment that has the libraries, which the suite does not need. One needs the
+project's dependencies with colpali-engine, torchvision, colbert-ai and qwen-vl-utils, each
+installed with `--no-deps` in the version that the manifests name, and a second one transformers 5.3
+and PyLate for the families in `OLD_TRANSFORMERS`:
 
-    python -m tests.peers.make [FAMILY...]
+    python -m tests.peers.make FAMILY...
 
 The weights are those of `remake.weight`, so that manifests suffice to remake the files. Everything
 is computed in float32 on the CPU, one input at a time, with image processors of the PIL backend.
@@ -10,13 +13,13 @@ is computed in float32 on the CPU, one input at a time, with image processors of
 
 from __future__ import annotations
 
-import gc
+import argparse
 import hashlib
 import importlib.metadata
 import json
 import re
 import shutil
-import sys
+import string
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -216,6 +219,11 @@ def save_old_processor(folder: Path, processor, images, extractor=None) -> None:
     processor.tokenizer.backend_tokenizer.no_padding()  # set by each call
     processor.tokenizer.save_pretrained(folder)
     images.save_pretrained(folder)
+    lengths = {
+        name: getattr(processor, name, None) for name in ("image_seq_len", "image_seq_length")
+    }
+    if lengths := {name: value for name, value in lengths.items() if value}:
+        (folder / "processor_config.json").write_text(json.dumps(lengths))
     if extractor:  # published checkpoints have both in one file
         path = folder / "preprocessor_config.json"
         path.write_text(json.dumps({**extractor.to_dict(), **json.loads(path.read_text("utf-8"))}))
@@ -664,14 +672,14 @@ def colidefics3(current: Family) -> None:
     engine_layouts(current, ColIdefics3, config, processor, images, targets)
 
 
-def idefics3_tokenizer():
+def idefics3_tokenizer(*special: str, **more: Any):
+    more = more or {"pad": "<|im_end|>", "eos": "<|im_end|>", "bos": "<|im_start|>"}
     tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     return tokenizer(
         *("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"),
         *tiles,
-        pad="<|im_end|>",
-        eos="<|im_end|>",
-        bos="<|im_start|>",
+        *special,
+        **more,
     )
 
 
@@ -699,6 +707,184 @@ def biqwen2_5(current: Family) -> None:
             torch_dtype=torch.float32,
         ),
     )
+
+
+@family
+def colqwen3_5(current: Family) -> None:
+    from colpali_engine.models import ColQwen3_5, ColQwen3_5Processor
+    from transformers import Qwen3_5Config
+
+    words, images = qwen_tokenizer(), qwen_images()
+    processor = qwen_processor(ColQwen3_5Processor, words, images)
+    text = {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": 0.5,
+        },
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+    }
+    config = qwen_config(Qwen3_5Config, words, text, vision)
+    config.dim = 160  # a width of the checkpoint's own
+    targets = TARGETS.replace("(down_proj", "(in_proj_qkv|in_proj_z|out_proj|down_proj")
+    engine_layouts(current, ColQwen3_5, config, processor, images, targets)
+
+
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message['role'] }}\n"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<start_of_image>"
+    "{% else %}{{ part['text'] | trim }}{% endif %}{% endfor %}<end_of_turn>\n{% endfor %}"
+)
+
+
+@family
+def colgemma3(current: Family) -> None:
+    """The template and the tokenizer, like that of published Gemmas, both write a `<bos>`."""
+    from colpali_engine.models import ColGemma3, ColGemmaProcessor3
+    from transformers import Gemma3Config
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    words = tokenizer(
+        *("<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>"),
+        "<image_soft_token>",
+        pad="<pad>",
+        eos="<eos>",
+        bos="<bos>",
+        chat_template=GEMMA_TEMPLATE,
+        extra_special_tokens={
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+        },
+    )
+    add_special_tokens(words, "<bos>")
+    images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    processor = ColGemmaProcessor3(images, words, image_seq_length=4, chat_template=GEMMA_TEMPLATE)
+    ids = words.convert_tokens_to_ids
+    config = Gemma3Config(
+        text_config={
+            "vocab_size": len(words),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "pad_token_id": words.pad_token_id,
+        },
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=4,
+        boi_token_index=ids("<start_of_image>"),
+        eoi_token_index=ids("<end_of_image>"),
+        image_token_index=ids("<image_soft_token>"),
+    )
+    targets = TARGETS.replace("(model)", "(language_model)")
+    engine_layouts(current, ColGemma3, config, processor, images, targets)
+
+
+def add_special_tokens(words, first: str, last: str = "") -> None:
+    """Makes a tokenizer add special tokens to each text."""
+    from tokenizers import processors
+
+    names = [name for name in (first, last) if name]
+    words.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}".strip(),
+        special_tokens=[(name, words.convert_tokens_to_ids(name)) for name in names],
+    )
+
+
+def modernvbert(processor_class: Any) -> tuple[Any, Any, Any]:
+    """Returns config, processor and image processor of ModernVBERT."""
+    from transformers import ModernVBertConfig
+    from transformers.models.idefics3 import Idefics3ImageProcessorPil
+
+    words = idefics3_tokenizer(
+        "<|begin_of_text|>", pad="[PAD]", eos="[SEP]", bos="[CLS]", sep_token="[SEP]"
+    )
+    add_special_tokens(words, "[CLS]", "[SEP]")
+    images = Idefics3ImageProcessorPil(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True
+    )
+    processor = processor_class(images, words, image_seq_len=4)
+    words = processor.tokenizer
+    config = ModernVBertConfig(
+        text_config={
+            "model_type": "modernbert",
+            "vocab_size": len(words),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "local_attention": 8,
+            "global_attn_every_n_layers": 2,
+            "pad_token_id": words.pad_token_id,
+        },
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+        },
+        image_token_id=words.convert_tokens_to_ids("<image>"),
+        pixel_shuffle_factor=2,
+    )
+    return config, processor, images
+
+
+MODERNVBERT_TARGETS = "(.*(text_model).*(Wqkv|Wo|Wi).*$|.*(custom_text_proj).*$)"
+
+
+@family
+def colmodernvbert(current: Family) -> None:
+    from colpali_engine.models import ColModernVBert, ColModernVBertProcessor
+    from transformers import ColModernVBertConfig, ColModernVBertForRetrieval
+    from transformers import ColModernVBertProcessor as ColModernVBertHFProcessor
+
+    config, processor, images = modernvbert(ColModernVBertProcessor)
+    engine_layouts(
+        current, ColModernVBert, config, processor, images, MODERNVBERT_TARGETS,
+        misnamed={r"^base_model\.model\.(model\.)?": r"\1"},
+    )  # fmt: skip
+    hf_config = ColModernVBertConfig(vlm_config=config.to_dict(), embedding_dim=128)
+    hf = ColModernVBertHFProcessor(images, processor.tokenizer, image_seq_len=4)
+    current.add("hf", save_hf(current, ColModernVBertForRetrieval, hf_config, hf))
+
+
+@family
+def bimodernvbert(current: Family) -> None:
+    from colpali_engine.models import BiModernVBert, BiModernVBertProcessor
+
+    config, processor, images = modernvbert(BiModernVBertProcessor)
+    engine_layouts(current, BiModernVBert, config, processor, images, MODERNVBERT_TARGETS)
 
 
 OMNI_TEMPLATE = (
@@ -1053,23 +1239,120 @@ def qwen3_vl_embedding(current: Family) -> None:
         current.add(name, dense_vectors(run, {name: [{"video": frames}]}))
 
 
+# Text models
+
+
+def text_config(words, **more: Any) -> dict[str, Any]:
+    """Returns the settings of a tiny text model."""
+    return {
+        "vocab_size": len(words),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "pad_token_id": words.pad_token_id,
+        "max_position_embeddings": 128,
+        **more,
+    }
+
+
+@family
+def colbert(current: Family) -> None:
+    """The original ColBERT, whose class and settings are saved as its training does."""
+    from colbert.infra import ColBERTConfig
+    from colbert.modeling.checkpoint import Checkpoint
+    from colbert.modeling.colbert import ColBERT
+    from colbert.modeling.hf_colbert import class_factory
+    from transformers import BertConfig, BertPreTrainedModel, BertTokenizer
+
+    BertPreTrainedModel.all_tied_weights_keys = {}  # read before transformers 5 sets it
+    names = ["[PAD]", "[unused0]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = [*string.ascii_lowercase, *(f"##{letter}" for letter in string.ascii_lowercase)]
+    pieces = ["wing", "lift", "##ing", "drag", "heat", "layer", "plate", *string.punctuation]
+    words = BertTokenizer({name: i for i, name in enumerate([*names, *letters, *pieces])})
+    folder = current.path("model")
+    BertConfig(**text_config(words)).save_pretrained(folder)
+    words.save_pretrained(folder)
+    settings = ColBERTConfig(
+        dim=32, query_maxlen=24, doc_maxlen=40, attend_to_mask_tokens=False, mask_punctuation=True
+    )
+    model = class_factory(str(folder))(BertConfig.from_pretrained(folder), settings)
+    model.save_pretrained(folder)
+    settings.save_for_checkpoint(str(folder))
+    current.fill("model")
+    ColBERT.loaded_extensions = True  # its scoring is compiled otherwise
+    checkpoint = Checkpoint(str(folder), ColBERTConfig(checkpoint=str(folder)), verbose=0)
+    check_loaded(checkpoint.model, folder)
+    texts = [checkpoint.docFromText([text], keep_dims=False)[0] for text in remake.TEXTS]
+    queries = [checkpoint.queryFromText([text])[0] for text in remake.QUERIES]
+    current.add("model", number(texts, "texts") | number(queries, "queries"))
+
+
+@family
+def pylate(current: Family) -> None:
+    """Needs transformers 5.3 and sentence-transformers 5.3, like PyLate 1.6."""
+    from pylate.models import ColBERT
+    from transformers import ModernBertConfig, ModernBertModel
+
+    words = tokenizer(
+        "[UNK]", pad="[PAD]", eos="[SEP]", cls_token="[CLS]", sep_token="[SEP]",
+        mask_token="[MASK]", unk_token="[UNK]",
+    )  # fmt: skip
+    add_special_tokens(words, "[CLS]", "[SEP]")
+    ids = {
+        f"{role}_token_id": words.convert_tokens_to_ids(token)
+        for role, token in {"cls": "[CLS]", "bos": "[CLS]", "sep": "[SEP]", "eos": "[SEP]"}.items()
+    }
+    backbone, folder = current.path("backbone"), current.path("model")
+    settings = ModernBertConfig(**text_config(words), local_attention=8, **ids)
+    ModernBertModel(settings).save_pretrained(backbone)
+    words.save_pretrained(backbone)
+    model = ColBERT(
+        str(backbone), embedding_size=32, query_length=24, document_length=40,
+        query_prefix="[Q] ", document_prefix="[D] ", device="cpu",
+    )  # fmt: skip
+    model.save_pretrained(str(folder))
+    shutil.rmtree(backbone)
+    current.fill("model")
+    model = ColBERT(str(folder), device="cpu").float()
+    check_loaded(model, folder)
+    check_loaded(model, folder / "1_Dense")
+    found = {}
+    for kind, values, is_query in (
+        ("texts", remake.TEXTS, False),
+        ("queries", remake.QUERIES, True),
+    ):
+        vectors = [
+            model.encode([text], is_query=is_query, show_progress_bar=False)[0] for text in values
+        ]
+        found |= {f"{kind}.{index}": np.asarray(vector) for index, vector in enumerate(vectors)}
+    current.add("model", found)
+
+
 def qwen_processor_of(words, images) -> Any:
     from transformers import Qwen2VLProcessor
 
     return qwen_processor(Qwen2VLProcessor, words, images)
 
 
-def main(names: list[str]) -> None:
-    """Makes the families of these names, or all."""
+#: Families of libraries that do not run with the project's version of transformers.
+OLD_TRANSFORMERS = ("colqwen_omni", "pylate")
+
+
+def main() -> None:
+    """Makes the families of these names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("families", nargs="+", choices=FAMILIES)
+    parser.add_argument("--data", type=Path, default=remake.DATA, help="folder that is written")
+    arguments = parser.parse_args()
     define_torchvision_operators()
     torch.set_num_threads(1)
-    for name in names or FAMILIES:
+    for name in arguments.families:
         current = Family(name)
         FAMILIES[name](current)
-        current.write(remake.DATA)
+        current.write(arguments.data)
         print(name, {key: value.shape for key, value in current.vectors.items()})
-        gc.collect()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

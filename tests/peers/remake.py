@@ -44,6 +44,8 @@ def weight(name: str, shape: list[int], kind: str = "F32") -> torch.Tensor:
     values = uniform(name, int(np.prod(shape))).reshape(shape)
     if len(shape) > 1:
         scale = (3 / np.prod(shape[1:])) ** 0.5
+        if "lora_B" in name:  # adapters are small changes; rounding of merged weights is as well
+            scale *= 0.3
         values = values * np.float32(scale)
     elif name.endswith("bias"):
         values = values * np.float32(0.2)
@@ -52,9 +54,9 @@ def weight(name: str, shape: list[int], kind: str = "F32") -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).to(DTYPES[kind])
 
 
-def load_manifest(family: str) -> dict[str, Any]:
+def load_manifest(family: str, data: Path = DATA) -> dict[str, Any]:
     """Returns the files and tensors of a family's checkpoints."""
-    return json.loads((DATA / f"{family}.json").read_text("utf-8"))
+    return json.loads((data / f"{family}.json").read_text("utf-8"))
 
 
 def checkpoint(family: str, folder: Path) -> Path:

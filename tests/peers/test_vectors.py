@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,12 @@ from pipeline.config import SpecError
 from pipeline.registry import ENCODERS
 from pipeline.schema import AUDIO, FRAME
 from pipeline.tokens import TokenBatch
+from tests.conftest import ROOT
 from tests.encoders.batches import encode_items
 from tests.images import png
 from tests.peers import remake
 from tests.peers.cases import CASES, Case
+from tests.peers.make import FAMILIES, OLD_TRANSFORMERS
 
 #: What a case raises that is not equal yet.
 MISMATCH = (SpecError, AssertionError)
@@ -84,11 +88,13 @@ def vectors(tokens: TokenBatch, pooled: bool) -> list[np.ndarray]:
     ],
 )
 def test_vectors_equal_those_of_the_library(case: Case, folders):
-    compare(case, folders(case.family))
+    found = differences(case, folders(case.family))
+    large = {name: f"{value:.1e}" for name, value in found.items() if value >= 1e-5}
+    assert not large, large
 
 
-def compare(case: Case, folder: Path) -> None:
-    """Asserts that the vectors of a spec equal those of the library."""
+def differences(case: Case, folder: Path) -> dict[str, float]:
+    """Returns the largest difference to the library's vectors, by input."""
     spec = {
         name: value.replace("{folder}", str(folder)) if isinstance(value, str) else value
         for name, value in case.spec.items()
@@ -101,7 +107,7 @@ def compare(case: Case, folder: Path) -> None:
         encoder = encoder.with_instruction(instruction)
     expected = remake.expected(case.family, case.variant)
     assert expected
-    differences = {}
+    largest = {}
     for kind in dict.fromkeys(name.split(".")[0] for name in expected):
         if kind == "queries":
             found = vectors(encoder.encode_queries(remake.QUERIES).tokens, case.pooled)
@@ -112,7 +118,23 @@ def compare(case: Case, folder: Path) -> None:
             name = f"{kind}.{index}"
             reference = expected.pop(name)
             assert values.shape == reference.shape, name
-            differences[name] = float(np.abs(values - reference).max())
+            largest[name] = float(np.abs(values - reference).max())
     assert not expected
-    large = {name: f"{value:.1e}" for name, value in differences.items() if value >= 1e-5}
-    assert not large, large
+    return largest
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", FAMILIES)
+def test_libraries_give_the_stored_vectors(family: str, tmp_path: Path):
+    variable = "PEERS_PYTHON_5_3" if family in OLD_TRANSFORMERS else "PEERS_PYTHON"
+    python = os.environ.get(variable)
+    if not python:
+        pytest.skip(f"{variable} does not name a Python that has the libraries, see make.py")
+    command = [python, "-m", "tests.peers.make", family, "--data", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    stored, made = remake.load_manifest(family), remake.load_manifest(family, tmp_path)
+    assert made["weights"] == stored["weights"] and made["files"] == stored["files"]
+    with np.load(remake.DATA / f"{family}.npz") as old, np.load(tmp_path / f"{family}.npz") as new:
+        assert set(old) == set(new)
+        for name in old:
+            np.testing.assert_allclose(new[name], old[name], rtol=0, atol=1e-5)

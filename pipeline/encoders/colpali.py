@@ -187,18 +187,7 @@ class ColPali(SequenceEncoder["ColPali.Spec"]):
         if family.library == "transformers":
             model = load_model(spec, TRANSFORMERS[settings.model_type], device_map)
         else:
-            # The width is that of the weights, because few checkpoints record it.
-            folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
-            shapes = weight_names(folder, spec.model)
-            name = projection_names(shapes).get("weight")
-            if name is None:
-                check_checkpoint(spec, *FAMILIES, has_projection=True)
-            width, _ = shapes[cast(str, name)]
-            backbone: Any = MODEL_MAPPING[type(settings)]
-            model_class = projected(backbone, width)
-            model = load_model(spec, model_class, device_map, renamed=ENGINE_NAMES)
-            # Saving would try to restore the former names.
-            setattr(model, "_weight_conversions", [])
+            model = _load_engine_model(spec, settings, device_map)
         if spec.projection:
             name = projection_name(model)
             old: Any = model.get_submodule(name)
@@ -276,6 +265,22 @@ def projected(backbone: type[PreTrainedModel], width: int) -> type[PreTrainedMod
 
     Projected.__name__ = Projected.__qualname__ = f"Projected{backbone.__name__}"
     return Projected
+
+
+def _load_engine_model(
+    spec: ColPali.Spec, settings: PretrainedConfig, device_map: str | None
+) -> PreTrainedModel:
+    # The width is that of the weights, because few checkpoints record it.
+    folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
+    shapes = weight_names(folder, spec.model)
+    name = projection_names(shapes).get("weight")
+    if name is None:
+        check_checkpoint(spec, *FAMILIES, has_projection=True)
+    width, _ = shapes[cast(str, name)]
+    backbone: Any = MODEL_MAPPING[type(settings)]
+    model: Any = load_model(spec, projected(backbone, width), device_map, renamed=ENGINE_NAMES)
+    model._weight_conversions = []  # saving would try to restore the former names
+    return model
 
 
 def projection_name(model: torch.nn.Module) -> str:

@@ -105,5 +105,5 @@ def _missing_layer(model: PreTrainedModel, settings: Any, adapted: Collection[st
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and name != "custom_text_proj"
     )
-    selected = (name for name in linear if check_target_module_exists(settings, name))
+    selected = (name for name in linear if check_target_module_exists(settings, canonical(name)))
     return next((name for name in selected if name not in adapted), None)

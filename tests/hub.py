@@ -80,7 +80,13 @@ class Hub(ThreadingHTTPServer):
         return self.url.replace("127.0.0.1", "localhost")
 
     def publish(
-        self, name: str, source: str | Path, *refs: str, kind: str = "models", **fields: Any
+        self,
+        name: str,
+        source: str | Path,
+        *refs: str,
+        kind: str = "models",
+        commit: str | None = None,
+        **fields: Any,
     ) -> str:
         """Adds a copy of a folder as a commit of a repository and returns the commit.
 
@@ -90,7 +96,7 @@ class Hub(ThreadingHTTPServer):
         for key, value in fields.items():
             setattr(repository, key, value)
         number = len(repository.commits)
-        commit = hashlib.sha1(f"{kind}/{name}/{number}".encode()).hexdigest()
+        commit = commit or hashlib.sha1(f"{kind}/{name}/{number}".encode()).hexdigest()
         folder = self.folder / commit
         shutil.copytree(source, folder)
         if repository.license and not (folder / "README.md").exists():

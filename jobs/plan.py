@@ -4,9 +4,15 @@
     maxray plan jobs/specs/cranfield.yaml --resources cluster/profiles/gpus.yaml \
 --assumptions rates.yaml --out out/plan
     maxray plan SPEC.yaml --assumptions jobs/specs/plans/pages.yaml
+    maxray plan --model vidore/colqwen2-v1.0    # a checkpoint, and the spec that loads it
     maxray plan recommend INDEX                 # compression method, budget and codec
 
 `maxray plan recommend --help` describes the recommendation of a method for an existing index.
+
+With --model, the job describes a checkpoint: its family, base and license field, its parameters,
+what it needs, and the size of its vectors. MODEL is a folder or a hub name. Only the settings and
+the headers of the weights of a hub model are downloaded. The output is a spec of jobs.index with
+the description as comments; `encoder.revision=REVISION` and other assignments change it.
 
 SPEC and the resources profile are those of jobs.index. The job lists the source, reads, encodes,
 compresses and writes a random sample of its items, and computes what the whole corpus needs.
@@ -38,10 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if jobs.run_form(FORMS, arguments):
         return
     parser = jobs.parser(__doc__)
-    parser.add_argument("spec", help="YAML spec of jobs.index")
+    parser.add_argument("spec", nargs="?", help="YAML spec of jobs.index")
     parser.add_argument(
         "overrides", nargs="*", default=[], help="assignments of the form dotted.field=value"
     )
+    parser.add_argument("--model", help="hub name or folder of a checkpoint to describe")
     parser.add_argument("--resources", help="resources profile; see cluster/profiles")
     parser.add_argument("--assumptions", metavar="FILE", help="YAML file with what is known")
     parser.add_argument("--limit", type=jobs.positive, help="maximum number of items to list")
@@ -56,6 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", metavar="FOLDER", help="output folder")
     args = parser.parse(arguments)
+    if args.model is not None:
+        from pipeline.eval.planning.models import plan_model
+
+        print(
+            plan_model(args.model, [args.spec, *args.overrides][args.spec is None :]).text(), end=""
+        )
+        return
+    if args.spec is None:
+        parser.error("SPEC or --model is required")
     fields = config.override(config.read(args.spec, "spec"), args.overrides)
     check_fields(fields)
 

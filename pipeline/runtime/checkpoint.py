@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import huggingface_hub
@@ -55,16 +56,38 @@ def find_checkpoint(model: str, revision: str | None, files: Sequence[str], rule
         raise SpecError("model", model, rule, "is a file", "; use the folder that contains it")
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]*\w)?", model):
         raise SpecError("model", model, rule, "is not a folder or hub name")
-    try:
-        folder = huggingface_hub.snapshot_download(
-            model, revision=revision, allow_patterns=[*files, OPEN_CLIP_CONFIG]
+    patterns = [*files, OPEN_CLIP_CONFIG]
+    with reading_hub(model, revision, rule):
+        return Path(
+            huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns)
         )
+
+
+@contextlib.contextmanager
+def reading_hub(model: str, revision: str | None, rule: str) -> Iterator[None]:
+    """Converts errors of the client of the hub inside the block to a `SpecError` with a remedy.
+
+    Args:
+        model: Name of the model on the hub.
+        revision: Its revision.
+        rule: Description of valid values of `model`, used in the error message.
+    """
+    try:
+        yield
     except RevisionNotFoundError:
-        rule = f"a branch, tag or commit of {model}"
+        rule = f"a branch, tag, commit or refs/pr/N of {model}"
         raise SpecError("revision", revision, rule, "does not exist on the hub") from None
     except (OSError, HfHubHTTPError, HFValidationError) as error:
+        if isinstance(error, RepositoryNotFoundError) and _is_dataset(model):
+            raise SpecError("model", model, rule, "is a data set") from None
         raise SpecError("model", model, rule, *_hub_problem(error)) from None
-    return Path(folder)
+
+
+def _is_dataset(name: str) -> bool:
+    try:
+        return huggingface_hub.HfApi().repo_exists(name, repo_type="dataset")
+    except (OSError, HfHubHTTPError):
+        return False
 
 
 def _hub_problem(error: Exception) -> tuple[str, str]:
@@ -78,6 +101,8 @@ def _hub_problem(error: Exception) -> tuple[str, str]:
             return "is not a folder and does not exist on the hub", note
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             return "cannot be downloaded (no space left)", "; free space, or set HF_HOME"
+        case OSError(errno=None) if type(error) is OSError:
+            return "was downloaded incompletely", "; run the command again"
     note = "; offline, use a folder or a model in the hub's cache (HF_HOME)"
     name = type(error).__name__
     return f"is not a folder and cannot be loaded from the hub ({name})", note

@@ -120,7 +120,7 @@ def _check_space(output: str, target: Path, size: int) -> None:
 def _convert_file(model: str, source: Path, target: Path) -> str:
     """Converts a file in a process of its own and returns a summary."""
     seconds = SECONDS + source.stat().st_size // BYTES_PER_SECOND
-    command = [sys.executable, "-I", str(PROGRAM), str(source), str(target), str(seconds)]
+    command = [sys.executable, "-I", *map(str, (PROGRAM, source, target, seconds))]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     try:
         reply = json.loads(done.stdout)

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import BertConfig, BertForMaskedLM
 
 from pipeline.config import SpecError
+from pipeline.encoders.edje.joint import JointEncoder
+from pipeline.encoders.minilm import bundled_folder
 from pipeline.encoders.open_clip import convert_to_clip
 from pipeline.registry import ENCODERS
 from pipeline.runtime import conversion
@@ -100,6 +103,30 @@ def test_shared_and_unusual_tensors(tmp_path, is_zip):
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
     assert found["half"].dtype == torch.bfloat16
+
+
+def test_language_model_of_edje(tmp_path):
+    """A file as that of MiniLM-L12: before torch 1.6, tied weights, former names of LayerNorm."""
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    for path in bundled_folder().glob("*token*"):
+        shutil.copy(path, folder)
+    settings = BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    settings.save_pretrained(folder)
+    expected = BertForMaskedLM(settings).state_dict()
+    weights = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("Norm.bias", "Norm.beta"): value
+        for name, value in expected.items()
+    }
+    torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(SpecError, match="convert it with `maxray convert"):
+        JointEncoder.check(JointEncoder.Spec(model=str(folder)))
+    convert(folder, tmp_path / "new")
+    joint = JointEncoder(JointEncoder.Spec(model=str(tmp_path / "new"), dtype="float32"), 16)
+    found = joint.language.state_dict()
+    assert all(torch.equal(found[name].cpu(), expected[name]) for name in expected)
 
 
 def test_other_files(tmp_path):

@@ -112,7 +112,6 @@ CASES = [
 ]
 
 CASES += [
-    Case("colbert", "model", {"name": "colbert", "model": "{folder}/model"}),
     Case("pylate", "model", {"name": "colbert", "model": "{folder}/model"}),
 ]
 

@@ -1,7 +1,7 @@
 """Makes checkpoints and vectors with the libraries that checkpoints come from.
 
 Run it in an environment that has the libraries, which the suite does not need. One needs the
-project's dependencies with colpali-engine, torchvision, colbert-ai and qwen-vl-utils, each
+project's dependencies with colpali-engine, torchvision and qwen-vl-utils, each
 installed with `--no-deps` in the version that the manifests name, and a second one transformers 5.3
 and PyLate for the families in `OLD_TRANSFORMERS`:
 
@@ -19,7 +19,6 @@ import importlib.metadata
 import json
 import re
 import shutil
-import string
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -1254,38 +1253,6 @@ def text_config(words, **more: Any) -> dict[str, Any]:
         "max_position_embeddings": 128,
         **more,
     }
-
-
-@family
-def colbert(current: Family) -> None:
-    """The original ColBERT, whose class and settings are saved as its training does."""
-    from colbert.infra import ColBERTConfig
-    from colbert.modeling.checkpoint import Checkpoint
-    from colbert.modeling.colbert import ColBERT
-    from colbert.modeling.hf_colbert import class_factory
-    from transformers import BertConfig, BertPreTrainedModel, BertTokenizer
-
-    BertPreTrainedModel.all_tied_weights_keys = {}  # read before transformers 5 sets it
-    names = ["[PAD]", "[unused0]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    letters = [*string.ascii_lowercase, *(f"##{letter}" for letter in string.ascii_lowercase)]
-    pieces = ["wing", "lift", "##ing", "drag", "heat", "layer", "plate", *string.punctuation]
-    words = BertTokenizer({name: i for i, name in enumerate([*names, *letters, *pieces])})
-    folder = current.path("model")
-    BertConfig(**text_config(words)).save_pretrained(folder)
-    words.save_pretrained(folder)
-    settings = ColBERTConfig(
-        dim=32, query_maxlen=24, doc_maxlen=40, attend_to_mask_tokens=False, mask_punctuation=True
-    )
-    model = class_factory(str(folder))(BertConfig.from_pretrained(folder), settings)
-    model.save_pretrained(folder)
-    settings.save_for_checkpoint(str(folder))
-    current.fill("model")
-    ColBERT.loaded_extensions = True  # its scoring is compiled otherwise
-    checkpoint = Checkpoint(str(folder), ColBERTConfig(checkpoint=str(folder)), verbose=0)
-    check_loaded(checkpoint.model, folder)
-    texts = [checkpoint.docFromText([text], keep_dims=False)[0] for text in remake.TEXTS]
-    queries = [checkpoint.queryFromText([text])[0] for text in remake.QUERIES]
-    current.add("model", number(texts, "texts") | number(queries, "queries"))
 
 
 @family

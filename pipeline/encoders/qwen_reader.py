@@ -25,9 +25,9 @@ from pipeline.encoders.loading import (
     CheckpointSpec,
     check_patches,
     check_tokenizer,
-    checkpoint_folder,
     load_json,
     load_processor,
+    processor_folder,
 )
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_spec import CONTENT, Preprocessing, QwenSpecT
@@ -106,7 +106,7 @@ class QwenReader(Reader[QwenSpecT]):
 
         Images and audio share a file, which their processors would overwrite.
         """
-        source = checkpoint_folder(self.spec, SETTINGS)
+        source = processor_folder(self.spec)
         of_model = ("config.json", "model.safetensors.index.json")
         for path in (path for pattern in SETTINGS for path in source.glob(pattern)):
             if path.name not in of_model:
@@ -311,7 +311,7 @@ class VideoSettings(NamedTuple):
 
 def read_video_settings(spec: CheckpointSpec) -> VideoSettings | None:
     """Reads the settings of a checkpoint's video processor, or returns None without a size."""
-    folder = checkpoint_folder(spec, SETTINGS)
+    folder = processor_folder(spec)
     rule = "a checkpoint with a valid video processor"
     with reading("model", spec.model, rule, AttributeError, KeyError, TypeError, ValueError):
         files = [

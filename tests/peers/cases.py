@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-TARGETS = "target_modules of an adapter match layers of ours that it was not trained with"
-
 MEAN = "no encoder returns the mean of ModernVBERT"
 
 
@@ -106,9 +104,9 @@ CASES = [
     late("colmodernvbert", "misnamed", "base"),
     *(late("bimodernvbert", name, pooled=True, pending=MEAN) for name in ("base", "adapter")),
     dense("biqwen2_5", "base"),
-    dense("biqwen2_5", "adapter", pending=TARGETS),
-    dense("biqwen2_5", "base", "adapter", pending=TARGETS),
-    dense("biqwen2_5", "base", "adapter_old_names", "adapter", pending=TARGETS),
+    dense("biqwen2_5", "adapter"),
+    dense("biqwen2_5", "base", "adapter"),
+    dense("biqwen2_5", "base", "adapter_old_names", "adapter"),
 ]
 
 CASES += [
@@ -121,7 +119,7 @@ def qwen(
 ) -> Case:
     """Returns the case of an embedder on Qwen-VL."""
     spec: dict[str, Any] = {"name": "qwen_vl", "model": f"{{folder}}/{model}"}
-    for name in ("adapter", "min_pixels", "max_pixels"):
+    for name in ("adapter", "min_pixels", "max_pixels", "preprocessing"):
         if name in more:
             spec[name] = more.pop(name)
     spec |= {"document_prompt": prompt, "query_prompt": query} if prompt else {}
@@ -133,16 +131,18 @@ GME_PROMPT = (
     "<|im_start|>assistant\n<|endoftext|>"
 )
 GME_ITEM = GME_PROMPT.replace("{instruction}", "You are a helpful assistant.")
-VLM2VEC = {"prompt": "{content} Represent the given image.", "query": "{content}"}
+VLM2VEC = {
+    "prompt": "{content} Represent the given image.",
+    "query": "{content}",
+    "preprocessing": "vlm2vec",
+}
 QWEN3_LIMITS = {"min_pixels": 4096, "max_pixels": 1843200}
-POSITIONS = "pages have three-dimensional positions"
-BOUNDARIES = "pages have vision boundaries and three-dimensional positions"
 DEFAULT = "Represent the user's input."
 CASES += [
     qwen("gme", "texts", GME_ITEM, GME_ITEM),
     qwen("gme", "instructed", GME_ITEM, GME_PROMPT, instruction="{instruction}."),
-    qwen("gme", "grid_images", GME_ITEM, GME_ITEM, pending=POSITIONS),
-    qwen("gme", "images", GME_ITEM, GME_ITEM, pending=f"{POSITIONS} and are resized once"),
+    qwen("gme", "grid_images", GME_ITEM, GME_ITEM, preprocessing="gme"),
+    qwen("gme", "images", GME_ITEM, GME_ITEM, preprocessing="gme"),
     qwen("vlm2vec", "queries", **VLM2VEC, model="base", adapter="{folder}/adapter"),
     qwen("vlm2vec", "queries", **VLM2VEC, model="adapter"),
     qwen("vlm2vec", "queries", **VLM2VEC, model="adapter_old_names"),
@@ -159,16 +159,15 @@ CASES += [
         **VLM2VEC,
         model="base",
         adapter="{folder}/adapter",
-        pending=BOUNDARIES,
     ),
     qwen(
         "vlm2vec",
         "video",
         "{content} Understand the content of the provided video.",
         "{content}",
+        preprocessing="vlm2vec",
         model="base",
         adapter="{folder}/adapter",
-        pending=BOUNDARIES,
     ),
     qwen("qwen3_vl_embedding", "default", **QWEN3_LIMITS, instruction=DEFAULT),
     qwen("qwen3_vl_embedding", "large_video", **QWEN3_LIMITS),
@@ -179,8 +178,7 @@ CASES += [
         **QWEN3_LIMITS,
         instruction="{instruction}",
         note="without-stop",
-        pending="instructions are not completed with a full stop",
     ),
-    qwen("qwen3_vl_embedding", "empty", **QWEN3_LIMITS, pending="empty inputs are not NULL"),
-    qwen("qwen3_vl_embedding", "video", **QWEN3_LIMITS, pending="no pixel budget of videos"),
+    qwen("qwen3_vl_embedding", "empty", **QWEN3_LIMITS),
+    qwen("qwen3_vl_embedding", "video", **QWEN3_LIMITS),
 ]

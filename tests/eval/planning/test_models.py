@@ -145,7 +145,7 @@ def test_a_model_with_pickled_weights(server, checkpoint, tmp_path):
         (True, "models", "main", "is gated on the hub; accept its terms"),
         (False, "models", "v9", "revision must be a branch, tag"),
         (False, "datasets", "main", "is a data set"),
-        (False, None, "main", "does not exist on the hub or is private"),
+        (False, None, "main", "does not exist on the hub"),
     ],
 )
 def test_a_model_that_cannot_be_read(server, checkpoint, gated, kind, revision, message):

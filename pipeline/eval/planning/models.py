@@ -20,6 +20,7 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.config import Spec, SpecError
+from pipeline.data.decode import Unreadable
 from pipeline.data.pages import Pages
 from pipeline.encoders import Encoder
 from pipeline.encoders.sequences import SequenceEncoder
@@ -182,7 +183,10 @@ def _tokens_per_page(encoder: type[Encoder[Any]], spec: Any) -> int | None:
     dpi = Pages.Spec.model_fields["dpi"].default
     file = io.BytesIO()
     Image.new("RGB", (round(210 / 25.4 * dpi), round(297 / 25.4 * dpi)), "white").save(file, "PNG")
-    sequences = encoder.reader(spec).read_item({"image": file.getvalue()})
+    try:
+        sequences = encoder.reader(spec).read_item({"image": file.getvalue()})
+    except Unreadable:  # such as an image with more tokens than the model reads
+        return None
     return sum(int(sequence.keep.sum()) for sequence in sequences)
 
 

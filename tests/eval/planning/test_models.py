@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -18,6 +19,7 @@ from pipeline.registry import ENCODERS
 from tests import hub
 from tests.conftest import start_job
 from tests.images import make_images
+from tests.peers import remake
 
 COLQWEN2 = "vidore/colqwen2-v1.0-hf"
 PUBLISHED = published_models()
@@ -101,6 +103,26 @@ def test_an_adapter_whose_base_is_another_repository(server, checkpoint, tmp_pat
     assert torch.equal(tokens.vectors, offline.vectors)
 
 
+def test_a_published_layout_of_colpali_engine(server, tmp_path):
+    """An adapter whose repository has the processor, and whose base has the projection."""
+    folder = remake.checkpoint("colqwen2", tmp_path / "made")
+    path = folder / "adapter/adapter_config.json"
+    settings = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**settings, "base_model_name_or_path": "vidore/colqwen2-base"}))
+    name = "vidore/colqwen2-v1.0"
+    server.publish("vidore/colqwen2-base", folder / "base")
+    server.publish(name, folder / "adapter", commit=PUBLISHED[name].revision)
+    plan = plan_model(name)
+    assert plan.lines[0].endswith(
+        f"ColQwen2 of colpali-engine (encoder colpali), base vidore/colqwen2-base, adapter {name}"
+    )
+    assert any(line.startswith("vectors: 128 dimensions") for line in plan.lines)
+    assert plan.spec["encoder"] == {
+        **{"name": "colpali", "model": name, "revision": PUBLISHED[name].revision},
+        "query_prefix": "Query: ",
+    }
+
+
 def test_offline_from_the_cache(server, checkpoint, tmp_path):
     server.publish(COLQWEN2, checkpoint("colqwen2"))
     online = plan_model(COLQWEN2)
@@ -123,7 +145,7 @@ def test_a_model_with_pickled_weights(server, checkpoint, tmp_path):
         (True, "models", "main", "is gated on the hub; accept its terms"),
         (False, "models", "v9", "revision must be a branch, tag"),
         (False, "datasets", "main", "is a data set"),
-        (False, None, "main", "does not exist on the hub or is private"),
+        (False, None, "main", "does not exist on the hub"),
     ],
 )
 def test_a_model_that_cannot_be_read(server, checkpoint, gated, kind, revision, message):

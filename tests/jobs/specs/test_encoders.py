@@ -24,7 +24,10 @@ TINY: dict[str, tuple[str, list[str]]] = {
     "vidore/colqwen2-v1.0-hf": ("colqwen2", []),
     "ModernVBERT/colmodernvbert": ("colmodernvbert", []),
     "Qwen/Qwen3-VL-Embedding-2B": ("qwen3_vl", ["encoder.max_pixels=4096"]),  # of short windows
-    "Alibaba-NLP/gme-Qwen2-VL-2B-Instruct": ("qwen2_vl", []),
+    "Alibaba-NLP/gme-Qwen2-VL-2B-Instruct": (
+        "qwen2_vl",  # GME's own minimum exceeds its window
+        ["encoder.preprocessing=transformers", "encoder.max_pixels=4096"],
+    ),
     "Qwen/Qwen2.5-Omni-3B": ("qwen2_5_omni", ["encoder.max_pixels=4096"]),
     "jinaai/jina-embeddings-v4": ("jina_v4", []),
     "google/siglip2-base-patch16-384": ("siglip", []),

@@ -74,10 +74,12 @@ CASES = [
     late("colpali", "base"),
     late("colpali", "adapter"),
     late("colpali", "adapter_old_names", "adapter"),
+    late("colpali", "base_old_names", "base"),
     late("colpali", "base", adapter="adapter"),
     late("colqwen2", "base"),
     late("colqwen2", "adapter"),
     late("colqwen2", "adapter_old_names", "adapter"),
+    late("colqwen2", "base_old_names", "base"),
     late("colqwen2", "base", adapter="adapter"),
     late("colqwen2", "dora"),
     late("colqwen2", "rslora"),
@@ -86,6 +88,7 @@ CASES = [
     late("colqwen2_5", "base"),
     late("colqwen2_5", "adapter"),
     late("colqwen2_5", "adapter_old_names", "adapter"),
+    late("colqwen2_5", "base_old_names", "base"),
     late("colqwen2_5", "base", adapter="adapter"),
     late("colqwen3", "base"),
     late("colqwen3", "adapter"),
@@ -110,7 +113,8 @@ CASES = [
 ]
 
 CASES += [
-    Case("pylate", "model", {"name": "colbert", "model": "{folder}/model"}),
+    Case("pylate", "model", {"name": encoder, "model": "{folder}/model"}, note=encoder)
+    for encoder in ("colbert", "sentence_transformers")
 ]
 
 

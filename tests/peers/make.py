@@ -1,9 +1,9 @@
 """Makes checkpoints and vectors with the libraries that checkpoints come from.
 
 Run it in an environment that has the libraries, which the suite does not need. One needs the
-project's dependencies with colpali-engine, torchvision and qwen-vl-utils, each
-installed with `--no-deps` in the version that the manifests name, and a second one transformers 5.3
-and PyLate for the families in `OLD_TRANSFORMERS`:
+project's dependencies with colpali-engine, torchvision and qwen-vl-utils, each installed with
+`--no-deps` in the version that the manifests name. A second one needs transformers 5.3 and PyLate
+for the families in `OLD_TRANSFORMERS`:
 
     python -m tests.peers.make FAMILY...
 
@@ -33,7 +33,7 @@ from tests.peers import remake
 
 LIBRARIES = (
     *("colpali-engine", "transformers", "peft", "torch", "tokenizers", "sentence-transformers"),
-    *("pylate", "colbert-ai", "open_clip_torch"),
+    "pylate",
 )
 CORPUS = Path(__file__).parents[2] / "jobs/data/cranfield/corpus.jsonl"
 #: Files that libraries write and no library reads.
@@ -286,6 +286,7 @@ def engine_layouts(
     old_adapter: dict[str, str] | None = None,
     load: Callable[[Path], Any] | None = None,
     load_old: Callable[[Path], Any] | None = None,
+    old_base: dict[str, str] | None = None,
     variants: bool = False,
     encode: Callable[[Any], Vectors] | None = None,
     extractor=None,
@@ -295,6 +296,7 @@ def engine_layouts(
 
     Args:
         old_adapter: Patterns that change the names of an adapter into those of transformers 4.
+        old_base: Patterns that change the names of a base likewise.
         variants: Make sharded, bfloat16, DoRA and rsLoRA as well.
         misnamed: Patterns of names that the class saves wrongly, so that it cannot load them. Those
             of published checkpoints replace them.
@@ -338,6 +340,16 @@ def engine_layouts(
         loaded = (load_old or load)(folder)
         check_loaded(loaded, folder)
         current.same("adapter", encode(loaded))
+    if old_base:
+        folder = current.path("base_old_names")
+        shutil.copytree(base, folder)
+        rename_tensors(current, folder, old_base)
+        (folder / "processor_config.json").unlink()
+        save_old_processor(folder, processor, images, extractor)
+        flatten_config(folder / "config.json")
+        loaded = load(folder)
+        check_loaded(loaded, folder)
+        current.same("base", encode(loaded))
     if variants:
         adapter("dora", use_dora=True)
         adapter("rslora", use_rslora=True)
@@ -351,6 +363,20 @@ def engine_layouts(
         save_old_processor(current.path("bf16"), processor, images)
         current.fill("bf16")
         current.add("bf16", encode(load(current.path("bf16"))))
+
+
+def flatten_config(path: Path) -> None:
+    """Writes the settings of the text model of a Qwen-VL at the top, as transformers 4 did."""
+    config = json.loads(path.read_text("utf-8"))
+    if not config["model_type"].startswith("qwen2"):
+        return
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text = {name: value for name, value in text.items() if name not in ("model_type", "dtype")}
+    config |= {**text, "torch_dtype": config.pop("dtype"), "transformers_version": "4.45.0"}
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = {**rope, "type": "mrope"}
+    path.write_text(json.dumps(config, indent=2), "utf-8")
 
 
 def rename_tensors(current: Family, folder: Path, patterns: dict[str, str]) -> None:
@@ -476,6 +502,8 @@ def qwen_processor(processor_class: Any, words, images) -> Any:
 
 OLD_QWEN_ADAPTER = {r"^base_model\.model\.language_model\.": "base_model.model.model."}
 
+OLD_QWEN_BASE = {r"^language_model\.": "model."}
+
 
 @family
 def colpali(current: Family) -> None:
@@ -529,6 +557,7 @@ def colpali(current: Family) -> None:
             )
         },
         targets=TARGETS.replace("(model)", "(language_model)"),
+        old_base={r"^model\.vision_tower\.": "model.vision_tower.vision_model."},
     )
     hf_images = SiglipImageProcessorPil(size={"height": 32, "width": 32})
     hf_images.image_seq_length = 16
@@ -558,6 +587,7 @@ def colqwen2(current: Family) -> None:
         processor,
         images,
         old_adapter=OLD_QWEN_ADAPTER,
+        old_base=OLD_QWEN_BASE,
         variants=True,
     )
     # The class of transformers 5 gives pages one-dimensional positions, unlike the engine and
@@ -619,6 +649,7 @@ def colqwen2_5(current: Family) -> None:
         processor,
         images,
         old_adapter=OLD_QWEN_ADAPTER,
+        old_base=OLD_QWEN_BASE,
     )
 
 

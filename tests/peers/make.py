@@ -1,8 +1,9 @@
 """Makes checkpoints and vectors with the libraries that checkpoints come from.
 
 Run it in an environment that has the libraries, which the suite does not need. One needs the
-project's dependencies with colpali-engine, torchvision and qwen-vl-utils, each installed with `--no-deps` in the version that the manifests name, and a second one transformers 5.3
-and PyLate for the families in `OLD_TRANSFORMERS`:
+project's dependencies with colpali-engine, torchvision and qwen-vl-utils, each installed with
+`--no-deps` in the version that the manifests name. A second one needs transformers 5.3 and PyLate
+for the families in `OLD_TRANSFORMERS`:
 
     python -m tests.peers.make FAMILY...
 
@@ -32,7 +33,7 @@ from tests.peers import remake
 
 LIBRARIES = (
     *("colpali-engine", "transformers", "peft", "torch", "tokenizers", "sentence-transformers"),
-    *("pylate"),
+    "pylate",
 )
 CORPUS = Path(__file__).parents[2] / "jobs/data/cranfield/corpus.jsonl"
 #: Files that libraries write and no library reads.

@@ -27,7 +27,7 @@ class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
 
     The paper does not define the standard deviation. This implementation follows the reference
     implementation, which divides by N - 1 and adds 1e-8. The paper calibrates k on 128 separate
-    documents. Here, the sample that the index job uses for fitting is used instead.
+    documents. Here, the sample of the job is used, or that of `fit.source` or `fit_index`.
     """
 
     class Spec(config.ComponentSpec):

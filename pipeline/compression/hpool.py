@@ -17,7 +17,7 @@ from scipy.spatial.distance import pdist, squareform
 from threadpoolctl import threadpool_limits
 
 from pipeline.compression import Budget, Budgeted, group_sizes, group_sums
-from pipeline.tokens import TokenBatch, normalise, unit_vectors
+from pipeline.tokens import TokenBatch, masked_vectors, normalise, unit_vectors
 
 #: If a squared distance is below this fraction of the squared norms, it is recomputed by
 #: subtraction to avoid cancellation.
@@ -64,6 +64,10 @@ class HPool(Budgeted["HPool.Spec"]):
         specifies no value, and the default follows the reference implementation. At most K - 1
         tokens are protected, so that at least one group remains for the other tokens.
         """
+        average: Literal["unit", "raw"] = "unit"
+        """Vectors that are averaged: "unit" vectors, or the "raw" vectors of an encoder with
+        `normalise: false`, as in the paper. Groups are those of the unit vectors in both cases.
+        """
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""
@@ -72,6 +76,8 @@ class HPool(Budgeted["HPool.Spec"]):
         assignment_BN = hierarchical_groups(
             tokens_BND, batch.lengths, budgets_B, distances, "ward", self.spec.num_protected
         )
+        if self.spec.average == "raw":
+            tokens_BND = masked_vectors(batch)
         return group_means(batch, tokens_BND, assignment_BN, budgets_B)
 
 
@@ -81,7 +87,7 @@ def group_means(
     assignment_BN: torch.Tensor,
     budgets_B: torch.Tensor,
 ) -> TokenBatch:
-    """Returns a batch that contains the normalised mean of the unit vectors of each group."""
+    """Returns a batch that contains the normalised mean of the vectors of each group."""
     num_outputs = int(budgets_B.max()) if len(batch) else 0
     sums_BKD = group_sums(tokens_BND, assignment_BN, num_outputs)
     return TokenBatch(

@@ -125,16 +125,17 @@ def read_queries(uri: str) -> Iterator[QueryRow]:
 
 
 def select_frames(names: Sequence[str], number: int) -> list[str]:
-    """Returns evenly spaced frames, sorted by the numbers in their names.
+    """Returns evenly spaced frames, or the middle one, sorted by the numbers in their names.
 
-    >>> select_frames([f"{i}.jpg" for i in (10, 9, 8, 7)], 2)
-    ['7.jpg', '10.jpg']
+    >>> frames = [f"{i}.jpg" for i in (10, 9, 8, 7)]
+    >>> select_frames(frames, 2), select_frames(frames, 1)
+    (['7.jpg', '10.jpg'], ['9.jpg'])
     """
     ordered = sorted(names, key=lambda name: ([int(n) for n in re.findall(r"\d+", name)], name))
     if len(ordered) <= number:
         return ordered
     if number == 1:
-        return ordered[:1]
+        return [ordered[len(ordered) // 2]]
     last = len(ordered) - 1
     return [ordered[round(i * last / (number - 1))] for i in range(number)]
 
@@ -180,7 +181,8 @@ class Items(ListedImages):
         """Returns the options that affect the stored content."""
         settings = super().settings()
         if self.spec.frames is not None:
-            settings["num_frames"] = self.spec.num_frames
+            # Indexes from before the middle frame was selected have the first one.
+            settings["num_frames"] = "middle" if self.spec.num_frames == 1 else self.spec.num_frames
         return settings
 
     def documents(self) -> Iterator[dict[str, Any]]:

@@ -23,11 +23,15 @@ APPENDED = -1
 
 
 class AppendedTokensSpec(config.Spec):
-    """Field of the specs of encoders that can append learned tokens to items."""
+    """Fields of the specs of encoders that can append learned tokens to items."""
 
     appended_tokens: str | None = None
     """Folder of a trained compressor with learned tokens, which are appended to each item; null
     appends none. Queries are never extended."""
+    normalise: bool = True
+    """Normalise token vectors to unit length before compression. If false, AGC, SeqResize and
+    H-Pool with `average: raw` pool the raw vectors, as in the AGC paper (sections 4.1, 4.3 and
+    5.3). Stored vectors of these methods have unit length in both cases."""
 
     @field_validator("appended_tokens")
     @classmethod

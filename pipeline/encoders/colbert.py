@@ -145,7 +145,6 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
     default_inputs = ("text",)
     has_preprocessor = False
     empty_reason = "no text"
-    normalised = True
     pooled_dim = None
     has_spans = True
     has_extents = True  # for items with word locations

@@ -114,7 +114,6 @@ class ColPali(SequenceEncoder["ColPali.Spec"]):
         def _make_projection_absolute(cls, projection: str | None) -> str | None:
             return None if projection is None else config.absolute(projection)
 
-    normalised = True
     pooled_dim = None
     empty_reason = "no image"
     has_projection = True

@@ -107,11 +107,9 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         self.dim = settings.vision_config.hidden_size
         self.pooled_dim = single_vector_dim(settings)
         self.logit_scale = self.model.logit_scale.exp().item()
-        self.normalised = spec.normalise
         # The resolved layer is hashed, because null and a number can select the same one.
-        self.fingerprint = checkpoint_fingerprint(
-            spec, ignored=(*NOT_IN_FINGERPRINTS, "layer", "documents"), layer=self._layer
-        )
+        ignored = {*NOT_IN_FINGERPRINTS, "layer", "documents"} - {"normalise"}
+        self.fingerprint = checkpoint_fingerprint(spec, ignored, layer=self._layer)
 
     @classmethod
     def check(cls, spec: Spec) -> None:

@@ -88,7 +88,6 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         trained for 128, 256, 512, 1024 and 2048."""
         max_item_tokens: int = Field(32768, ge=1)
 
-    normalised = True
     empty_reason = "no image and no text"
     padding_side = "left"
     has_spans = True

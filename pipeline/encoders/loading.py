@@ -102,6 +102,7 @@ class CheckpointSpec(CheckpointFields, config.ComponentSpec):
 NOT_IN_FINGERPRINTS = (
     *("model", "revision", "adapter", "appended_tokens", "max_batch_tokens", "trust_remote_code"),
     "custom_template",
+    "normalise",  # hashed by `appended_hashes` if it is false
 )
 
 

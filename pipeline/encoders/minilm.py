@@ -183,13 +183,13 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             return self
 
     default_inputs = ("text",)
-    normalised = True
     has_spans = True
     has_extents = True  # for items with word locations
     lora_target_modules = r".*layer.*\.(query|key|value|dense|Wqkv|Wi|Wo)"  # of BERT and ModernBERT
 
     def __init__(self, spec: Spec):
         self.spec, self._instruction = spec, DEFAULT_INSTRUCTION
+        self.normalised = spec.normalise
         folder = _find_folder(spec, [*WEIGHTS, *SETTINGS, PROMPTS_FILE])
         _check_folder(spec, folder, with_weights=True)
         self.tokenizer = _load_tokenizer(spec, folder)
@@ -408,7 +408,8 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         for rows, outputs in zip(passes, self._run(windows, passes, taps), strict=True):
             by_window.update(zip(rows.tolist(), outputs, strict=True))
         outputs = [by_window[index] for index in range(len(windows))]
-        flat_TD = normalise(torch.cat([output.states_TD for output in outputs]))
+        scaled = normalise if self.normalised else torch.Tensor.float
+        flat_TD = scaled(torch.cat([output.states_TD for output in outputs]))
         lengths = np.array([sum(int(w.keep.sum()) for w in windows) for windows in items_windows])
         vectors_BND, mask_BN = pad(flat_TD, lengths)
         spans, _ = pad(np.concatenate([w.spans[w.keep] for w in windows]), lengths, fill=-1)
@@ -418,10 +419,10 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         num_windows = np.array([len(windows) for windows in items_windows])
         appended = [o.appended_MD for o in outputs if o.appended_MD is not None]
         if appended:
-            states_SMD = normalise(torch.stack(appended))
+            states_SMD = scaled(torch.stack(appended))
             weights_S = states_SMD.new_tensor([int(window.keep.sum()) for window in windows])
             sums_BSMD, _ = pad(states_SMD * weights_S.clamp_min(1)[:, None, None], num_windows)
-            appended_BMD = normalise(sums_BSMD.sum(dim=1))
+            appended_BMD = normalise(sums_BSMD.sum(dim=1))  # only used by MemTok
         if self.pooled_dim is not None:
             sums, _ = pad(torch.stack([output.sum_P for output in outputs]), num_windows)
             pooled_BP = normalise(sums.sum(dim=1))
@@ -440,7 +441,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         return TokenBatch(
             vectors_BND,
             mask_BN,
-            normalised=True,
+            normalised=self.normalised,
             spans=spans.to(self.device),
             kind=kind.to(self.device),
             pooled=pooled_BP,
@@ -673,7 +674,7 @@ def _fingerprint(spec: MiniLM.Spec, folder: Path) -> str:
     files |= adapter_hashes(_located(spec))
     ignored = (
         *("model", "revision", "adapter", "appended_tokens", "max_batch_tokens"),
-        *("document_prefix", "custom_template"),
+        *("document_prefix", "custom_template", "normalise"),
     )
     settings = config.dump(spec, exclude=ignored)
     return config.digest({"files": files, "settings": settings, **appended_hashes(spec)})

@@ -65,7 +65,6 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
 
     ITEM_FIELDS: ClassVar[tuple[str, ...]]
 
-    normalised = True
     padding_side = "left"
     checkpoint_prefix = "model."
     has_spans = True

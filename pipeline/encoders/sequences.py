@@ -76,6 +76,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
 
     def __init__(self, spec: CheckpointSpecT, device_map: str | None = None):
         self.spec = spec
+        self.normalised = bool(getattr(spec, "normalise", True))
         self.model = self.load(spec, device_map)
         self.device = self.model.device
         if (appended := load_appended_tokens(type(self), spec)) is not None:

@@ -134,15 +134,17 @@ def weight_hashes(encoder_class: type[Trainable[Any]], spec: Any) -> list[str]:
     return sorted(map(sha256, encoder_class.weight_files(spec)))
 
 
-def appended_hashes(spec: AppendedTokensSpec) -> dict[str, str]:
-    """Returns the hash of the appended tokens for fingerprints, or empty without any.
+def appended_hashes(spec: AppendedTokensSpec) -> dict[str, Any]:
+    """Returns the fields of an `AppendedTokensSpec` for fingerprints, if not at their defaults.
 
-    Appended tokens do not affect query vectors, but the items of an index must have the same ones.
+    They do not affect query vectors, but the items of an index must have the same ones. Appended
+    tokens are represented by their hash.
     """
-    if spec.appended_tokens is None:
-        return {}
-    described, _ = TrainedCompressor.read(spec.appended_tokens, "appended_tokens")
-    return {"appended_tokens": described.sha256[TOKENS]}
+    hashes: dict[str, Any] = {} if spec.normalise else {"normalise": False}
+    if spec.appended_tokens is not None:
+        described, _ = TrainedCompressor.read(spec.appended_tokens, "appended_tokens")
+        hashes["appended_tokens"] = described.sha256[TOKENS]
+    return hashes
 
 
 def check_trained_with(

@@ -19,7 +19,7 @@ from pipeline.registry import ENCODERS
 from pipeline.runtime import distributed
 from pipeline.runtime.atomic import check_writable
 from pipeline.runtime.distributed import gather_rows, num_workers
-from pipeline.tokens import TokenBatch
+from pipeline.tokens import TokenBatch, unit_vectors
 from pipeline.train.compressors import Compressors, check_compressors
 from pipeline.train.contrastive_spec import ContrastiveSpec, Distillation
 from pipeline.train.data.base import NO_LABEL, Batch, Phrases, TrainingData
@@ -129,7 +129,7 @@ class Contrastive(Learner[ContrastiveSpec]):
 
     def forward(self, mini_batch: ModelInputs, labels: Iterable[str] = ("",)) -> Embedded:
         """Returns vectors, masks and single vectors; a label follows `document` in their names."""
-        batches = {"query": self.tuning.tokens(mini_batch.queries)}
+        batches = {"query": self._queries(mini_batch.queries)}
         documents = self._documents(mini_batch.documents)
         for label in labels:
             compressed = self.compressors.compress(documents, mini_batch.boxes, label)
@@ -142,6 +142,13 @@ class Contrastive(Learner[ContrastiveSpec]):
                 assert tokens.pooled is not None
                 embedded[f"{name}_pooled"] = tokens.pooled
         return embedded
+
+    def _queries(self, inputs: Inputs) -> TokenBatch:
+        """Returns the token vectors of queries, normalised."""
+        tokens = self.tuning.tokens(inputs)
+        if tokens.normalised:
+            return tokens
+        return dataclasses.replace(tokens, vectors=unit_vectors(tokens), normalised=True)
 
     def _documents(self, inputs: Inputs) -> TokenBatch:
         """Returns the token vectors of documents, which must be finite in an evaluation."""
@@ -264,7 +271,7 @@ class Contrastive(Learner[ContrastiveSpec]):
             tokens = self._documents(select(documents, rows))
             if tokens.extents is None:
                 return {}
-            queries = self.tuning.tokens(select(inputs, chunk))
+            queries = self._queries(select(inputs, chunk))
             vectors = self.compressors.compress(tokens)
             found.append(grounding(queries, vectors, tokens, phrases.boxes[chunk]))
         return {name: np.concatenate([metrics[name] for metrics in found]) for name in found[0]}

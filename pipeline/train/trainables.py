@@ -198,6 +198,7 @@ class HiddenStatesTuning(FineTuning):
 
     frozen: FrozenEncoder
     layer: torch.nn.Module
+    normalised = True
 
     def prepare(self, data: TrainingData, taps: Sequence[Tap]) -> None:
         """Caches the missing hidden states, if the spec names a cache."""
@@ -215,8 +216,9 @@ class HiddenStatesTuning(FineTuning):
         """Applies the layer to the hidden states."""
         states = self.frozen.states(inputs, taps).to(self.device)
         dtype = next(self.layer.parameters()).dtype
-        vectors = normalise(self.layer(states.vectors.to(dtype)).float())
-        return dataclasses.replace(states, vectors=vectors, normalised=True)
+        vectors = self.layer(states.vectors.to(dtype)).float()
+        vectors = normalise(vectors) if self.normalised else vectors
+        return dataclasses.replace(states, vectors=vectors, normalised=self.normalised)
 
 
 class ProjectedEncoder(FrozenEncoder):
@@ -249,7 +251,7 @@ class ProjectionTuning(HiddenStatesTuning, LastLayerTuning):
     def set_up(self, spec: ContrastiveSpec) -> None:
         """Selects the projection."""
         super().set_up(spec)
-        self.layer = self.encoder.projection
+        self.layer, self.normalised = self.encoder.projection, self.encoder.normalised
         cache = spec.hidden_states_cache, spec.hidden_states_dtype
         self.frozen = ProjectedEncoder(self.encoder, *cache)
 

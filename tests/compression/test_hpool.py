@@ -120,6 +120,24 @@ def test_clusters_equal_scipy(unit_items, name, kind):
         assert result.lengths.tolist() == [len(x.unique(dim=0)) for x in distinct]
 
 
+def test_raw_vectors_are_averaged():
+    """AGC paper, section 4.3: groups by cosine similarity, means of the vectors as they are."""
+    x = torch.tensor([[9.0, 0.0], [0.0, 2.0], [1.0, 0.1], [0.1, 1.0]])
+    batch = TokenBatch(x[None], torch.ones(1, 4, dtype=torch.bool), normalised=False)
+    options = {"num_vectors": 2, "num_protected": 0}
+    unit, raw = (HPool(HPool.Spec(average=name, **options)) for name in ("unit", "raw"))
+    found = raw.compress(batch)
+    assert found.assignment.tolist() == [[0, 1, 0, 1]] and found.normalised
+    sums = torch.stack([x[0] + x[2], x[1] + x[3]])
+    torch.testing.assert_close(found.vectors[0], torch.nn.functional.normalize(sums))
+    x = torch.nn.functional.normalize(x)
+    sums = torch.stack([x[0] + x[2], x[1] + x[3]])
+    expected = torch.nn.functional.normalize(sums)
+    torch.testing.assert_close(unit.compress(batch).vectors[0], expected)
+    same = TokenBatch(x[None], batch.mask, normalised=True)
+    torch.testing.assert_close(raw.compress(same).vectors[0], expected)
+
+
 def test_linkages_differ(ragged):
     batch = ragged([60])
     results = [

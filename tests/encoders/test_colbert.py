@@ -298,6 +298,10 @@ def test_identity_projection_keeps_hidden_states(build, family, tmp_path):
     (batch,) = encode_texts(encoder, ["lift"])
     assert_close(batch.vectors[0], normalise(states))
     assert encoder.encode_queries(["lift"]).tokens.lengths.tolist() == [9]
+    raw = build(family, query_length=9, normalise=False, **plain)
+    (batch,) = encode_texts(raw, ["lift"])
+    assert_close(batch.vectors[0], states)
+    assert not batch.normalised and raw.fingerprint != encoder.fingerprint
 
 
 @pytest.mark.parametrize("projection", [None, "identity"])

@@ -110,6 +110,9 @@ def test_token_vectors_match_transformers(plain, abstracts, layer):
     expected = torch.nn.functional.normalize(hidden_states[layer][0, 1:-1], dim=-1)
     ours = encode(build(layer=layer), abstracts[:1])[0]
     torch.testing.assert_close(ours["vectors"], expected.detach(), atol=1e-6, rtol=0)
+    raw = encode(build(layer=layer, normalise=False), abstracts[:1])[0]
+    expected = hidden_states[layer][0, 1:-1].detach()
+    torch.testing.assert_close(raw["vectors"], expected, atol=1e-5, rtol=0)
 
 
 def test_concatenates_several_layers(plain, abstracts):

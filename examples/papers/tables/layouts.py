@@ -494,6 +494,7 @@ def writers(data_sets: Iterable[str]) -> dict[str, Callable[[Path], Any]]:
             *(mmeb_image, mmeb_video),
         )
     }
+    functions["colpali_test"] = colpali_train
     for name in data_sets:
         family, _, member = name.partition("_")
         if family == "beir":

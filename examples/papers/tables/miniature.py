@@ -23,6 +23,7 @@ MODELS = "models"
 SIZES = {
     # An untrained model of the same family, computed on a CPU.
     *("model", "dtype", "precision", "fsdp", "activation_checkpointing", "rank", "hidden"),
+    "adapter_dim",
     # Steps and batches.
     *("batch_size", "mini_batch_size", "gradient_accumulation_steps", "epochs", "max_steps"),
     "eval_every",

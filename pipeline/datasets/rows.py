@@ -32,9 +32,9 @@ def list_videos(folder: str, rows: Iterable[tuple[str, str, str]]) -> Listing:
     found: dict[str, str | ArchiveMember] = {}
     for path, _ in find_files(folder, (VIDEO, AUDIO, ARCHIVE)):
         uri = posixpath.join(folder, path)
-        files = _members(uri) if path.lower().endswith(ARCHIVE) else [(path, uri)]
-        for name, file in files:
-            found.setdefault(posixpath.basename(name), file)
+        is_archive = path.lower().endswith(ARCHIVE)
+        for name, media in _members(uri) if is_archive else [(path, uri)]:
+            found.setdefault(posixpath.basename(name), media)
     listing = Listing()
     for query, video, location in rows:
         number = listing.numbers.get(video)

@@ -70,8 +70,9 @@ def _path(file: str | ArchiveMember) -> str:
 
 def _payload(source: WindowSource[Any], media: str | ArchiveMember) -> dict[str, Any]:
     name = posixpath.basename(_path(media))
-    is_member = isinstance(media, ArchiveMember)
-    metadata = {"bytes": (media.offset, media.size)} if is_member else {}
+    metadata: dict[str, Any] = {}
+    if isinstance(media, ArchiveMember):
+        metadata = {"bytes": (media.offset, media.size)}
     file, whole = source.find_file(name, metadata), Item(name, name, "", source.modality, "")
     with source.local_path(file) as path:
         (item,) = source.decode_file(file, path, [whole])

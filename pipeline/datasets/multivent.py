@@ -512,8 +512,9 @@ class Rows(RowData["Rows.Spec"]):
 
     `path` has the columns `Query_id` and `query`. `judgments` has lines {"query_id", "doc_id",
     "relevance"}. A relevance above 0 means relevant. Queries without a relevant video are left out.
-    The id of a document is its `doc_id`, and its file is `<doc_id>.mp4` in any folder below
-    `videos`, such as one per shard. If `<doc_id>.m4a` exists, it replaces the audio of the video.
+    The id of a document is its `doc_id`, and its file is `<doc_id>.mp4` in any folder or .tar
+    archive below `videos`, such as the shards, which are not unpacked. If `<doc_id>.m4a` exists, it
+    replaces the audio of the video.
     """
 
     class Spec(RowSpec):
@@ -523,7 +524,7 @@ class Rows(RowData["Rows.Spec"]):
         judgments: Uri
         """JSON lines of relevance judgments."""
         videos: Uri
-        """Folder of the videos."""
+        """Folder of the videos or of their archives."""
         validation: float | QueryFiles | None = None
         """Validation data: a fraction of the documents with their queries, or {path: ...,
         judgments: ..., videos: ...}, or null for none."""

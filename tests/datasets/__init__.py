@@ -13,10 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.conftest import ROOT
 from tests.images import noise, png
 from tests.media import frame_times, make_tar, tones, write_video
 
+ROOT = Path(__file__).parents[2]
 PHOTOS = ROOT / "jobs/data/photos/images"
 CLIP = ROOT / "jobs/data/clips/tables.mp4"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pipeline.eval.metrics import means, per_query
 from tests import datasets
 from tests.data.listing import build, read
 from tests.datasets.loading import benchmark, load
-from tests.media import frequency, tone_at
+from tests.media import frequency, make_tar, tone_at
 from tests.train.data.files import build_data
 from tests.train.data.media import QUERY, write_audio, write_clip, write_multivent
 
@@ -127,6 +128,24 @@ def test_multivent_format(tmp_path, caplog):
     samples = found["247.m4a"]["samples"]  # from the audio file
     assert len(samples) == 4 * 16_000
     assert frequency(np.frombuffer(samples, "<f4"), 16_000) == pytest.approx(tone_at(0.5), abs=5)
+
+
+def test_training_videos_in_shards_equal_files(tmp_path):
+    folder = write_multivent(tmp_path, 2)
+    sound = write_audio(folder / "sound.wav", 1)
+    sound.rename(folder / "train/000000/aB3_dE-fG10.m4a")
+    (files,) = build_multivent(folder, 4).batches(0, 0, 0, 1)
+    for shard in ("000000", "000001"):
+        members = sorted((folder / "train" / shard).iterdir())
+        data = make_tar([(path.name, path.read_bytes()) for path in members])
+        (folder / f"train/{shard}.tar").write_bytes(data)
+        shutil.rmtree(folder / "train" / shard)
+    (batch,) = build_multivent(folder, 4).batches(0, 0, 0, 1)
+    assert batch.queries == files.queries and batch.documents == files.documents
+    assert all(".tar#" in key for key in batch.document_keys)
+    (folder / "train/000001.tar").write_bytes(data[:700])
+    with pytest.raises(SpecError, match=r"videos must be an uncompressed .tar archive, .*000001"):
+        build_multivent(folder, 4)
 
 
 def test_separate_validation_data(tmp_path):

@@ -316,9 +316,26 @@ def colbert_bert(folder: Path) -> Path:
     return folder
 
 
-def colbert_modernbert(folder: Path) -> Path:
-    """Writes a ColBERT in the format of PyLate, with the projection in a separate folder."""
-    from safetensors.torch import save_file
+def gte_modernbert(folder: Path) -> Path:
+    """Writes a single-vector text encoder in the format of Sentence Transformers."""
+    _modernbert(folder)
+    modules = [
+        {"idx": idx, "name": str(idx), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for idx, (path, name) in enumerate((("", "Transformer"), ("1_Pooling", "Pooling")))
+    ]
+    usage = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True}
+    (folder / "1_Pooling").mkdir()
+    for name, value in {
+        "modules.json": modules,
+        "config_sentence_transformers.json": usage,
+        "1_Pooling/config.json": pooling,
+    }.items():
+        (folder / name).write_text(json.dumps(value), "utf-8")
+    return folder
+
+
+def _modernbert(folder: Path) -> None:
     from transformers import ModernBertConfig, ModernBertModel
 
     words = tokenizer(
@@ -336,6 +353,13 @@ def colbert_modernbert(folder: Path) -> Path:
         eos_token_id=words.sep_token_id,
     )
     save(folder, ModernBertModel, settings, words)
+
+
+def colbert_modernbert(folder: Path) -> Path:
+    """Writes a ColBERT in the format of PyLate, with the projection in a separate folder."""
+    from safetensors.torch import save_file
+
+    _modernbert(folder)
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
         {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},
@@ -600,6 +624,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "blip": blip,
     "colbert_bert": colbert_bert,
     "colbert_modernbert": colbert_modernbert,
+    "gte_modernbert": gte_modernbert,
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,

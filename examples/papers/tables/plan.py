@@ -96,7 +96,7 @@ def plan(table: TableSpec, folders: Folders, miniature: bool) -> Plan:
             for variables, selection in table.cells(row, column, miniature):
                 key = json.dumps(variables, sort_keys=True)
                 if key not in planned:
-                    planned[key] = list(_steps(table, variables, folders, miniature))
+                    planned[key] = list(steps_of(table, variables, folders, miniature))
                 for step in planned[key]:
                     steps[step.name].setdefault(step.key, step)
                 output = planned[key][-1].fields["output"]
@@ -119,9 +119,10 @@ def _restrict(fields: dict[str, Any], scores: Mapping[str, set[str]]) -> None:
     fields.setdefault("bm25", False)
 
 
-def _steps(
+def steps_of(
     table: TableSpec, variables: Mapping[str, str], folders: Folders, miniature: bool
 ) -> Iterator[PlannedStep]:
+    """Yields the steps for values of all placeholders, those of a cell."""
     for name, step in table.steps.items():
         of_values = [
             (f"variables.{variable}.{variables[variable]}", values[variables[variable]])
@@ -154,12 +155,10 @@ def _read(path: str, field: str) -> dict[str, Any]:
 
 def required(table: TableSpec, miniature: bool) -> list[str]:
     """Returns the data sets of a table, and those of the values of its variables that it uses."""
-    if miniature:
-        return []
     names = dict.fromkeys(table.requires)
     for row in table.rows:
         for column, number in zip(table.selections(), row.paper, strict=True):
-            for values, _ in table.cells(row, column) if number is not None else ():
+            for values, _ in table.cells(row, column, miniature) if number is not None else ():
                 for variable, changes in table.variables.items():
                     names |= dict.fromkeys(filled(changes[values[variable]].requires, values))
     return list(names)

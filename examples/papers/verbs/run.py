@@ -14,8 +14,9 @@ indexes that they have in common.
 
 Training runs on Ray Train like `jobs.train`, by default with one worker.
 
-With --miniature, the same steps run on shipped or generated data with tiny models, in seconds, and
-training runs in this process. The numbers of a miniature say nothing about the paper.
+With --miniature, the same steps run on generated data with tiny models, in seconds, and training
+runs in this process. The data have the layout of the published data sets, with few rows. The
+numbers of a miniature say nothing about the paper.
 
 The folder OUTPUT/papers/PAPER/TABLE receives table.txt, table.csv, table.json and table.png.
 """
@@ -65,14 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     table = specs.load_table(PAPERS, args.paper, args.table)
     output = config.absolute(args.output or ("out/miniature" if args.miniature else "out"))
-    folders = planning.Folders(config.absolute(args.data), output, str(PAPERS.parents[1]))
+    data = f"{output}/data" if args.miniature else config.absolute(args.data)
+    folders = planning.Folders(data, output, str(PAPERS.parents[1]))
     plan = planning.plan(table, folders, args.miniature)
-    sentences = planning.missing(
-        plan.steps,
-        planning.required(table, args.miniature),
-        specs.load_data_sets(PAPERS),
-        folders,
-    )
+    data_sets, required = specs.load_data_sets(PAPERS), planning.required(table, args.miniature)
+    sentences = []
+    if not args.miniature:
+        sentences = planning.missing(plan.steps, required, data_sets, folders)
     if args.check:
         for step in plan.steps:
             print(f"{step.name}: {step.fields.get('output') or step.fields['index']}")
@@ -94,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.index_resources:
         resources = config.load(IndexResources, args.index_resources, role="resources")
     if args.miniature:
-        miniature.generate([step.fields for step in plan.steps], Path(output) / "miniature")
+        miniature.generate_data(required, data_sets, Path(data))
+        miniature.generate_models([step.fields for step in plan.steps], Path(output) / "miniature")
     with jobs.cluster(resources.object_store_bytes if resources else None):
         if workers is None and not args.miniature:  # miniatures train for less time than it starts
             workers = default_workers()

@@ -14,6 +14,7 @@ from pipeline.data.decode.process import Limits
 from pipeline.data.video import FramesSpec, Video
 from pipeline.data.windows import AudioSpec, WindowSource
 from pipeline.schema import Item
+from pipeline.train.data.tables import ArchiveMember
 
 
 class Decoding(FramesSpec, AudioSpec):
@@ -25,7 +26,9 @@ class Decoding(FramesSpec, AudioSpec):
     """Resource limits for decoding one file."""
 
 
-def decode_media(spec: Decoding, video: str | None, audio: str | None) -> dict[str, Any]:
+def decode_media(
+    spec: Decoding, video: str | ArchiveMember | None, audio: str | ArchiveMember | None
+) -> dict[str, Any]:
     """Returns the requested payload columns of a document (see `schema.PAYLOAD`) and its `span`.
 
     If a video has a separate audio file, the audio is read from it.
@@ -35,10 +38,10 @@ def decode_media(spec: Decoding, video: str | None, audio: str | None) -> dict[s
     """
     item: dict[str, Any] = dict.fromkeys((*spec.inputs, "span"))
     if audio is not None and "audio" in spec.inputs:
-        item |= _payload(_audio(spec, audio), audio)
+        item |= _payload(_audio(spec, _path(audio)), audio)
     video_inputs = tuple(kind for kind in spec.inputs if kind == "frames" or audio is None)
     if video is not None and video_inputs:
-        item |= _payload(_video(spec, video, video_inputs), video)
+        item |= _payload(_video(spec, _path(video), video_inputs), video)
     return item
 
 
@@ -61,9 +64,16 @@ def _fields(spec: Decoding, source_spec: type[Spec]) -> dict[str, Any]:
     return spec.model_dump(include=set(source_spec.model_fields))
 
 
-def _payload(source: WindowSource[Any], uri: str) -> dict[str, Any]:
-    name = posixpath.basename(uri)
-    file, whole = source.find_file(name, {}), Item(name, name, "", source.modality, "")
+def _path(file: str | ArchiveMember) -> str:
+    return file.archive if isinstance(file, ArchiveMember) else file
+
+
+def _payload(source: WindowSource[Any], media: str | ArchiveMember) -> dict[str, Any]:
+    name = posixpath.basename(_path(media))
+    metadata: dict[str, Any] = {}
+    if isinstance(media, ArchiveMember):
+        metadata = {"bytes": (media.offset, media.size)}
+    file, whole = source.find_file(name, metadata), Item(name, name, "", source.modality, "")
     with source.local_path(file) as path:
         (item,) = source.decode_file(file, path, [whole])
     if isinstance(item, Unreadable):

@@ -34,9 +34,11 @@ class Document:
 
     Attributes:
         image: URI of an image file, a cell of a table, or a member of an archive.
+        video: URI of a video file, or a member of an archive.
         location: Line or row that names the document first.
         boxes: Boxes (M, 4) of the objects in the image, independently of the query.
-        audio: URI of an audio file, which replaces the audio of the video.
+        audio: URI of an audio file, or a member of an archive, which replaces the audio of the
+            video.
     """
 
     id: str
@@ -44,8 +46,8 @@ class Document:
     image: str | ImageCell | ArchiveMember | None
     location: str
     boxes: np.ndarray = field(default_factory=lambda: NO_BOXES)
-    video: str | None = None
-    audio: str | None = None
+    video: str | ArchiveMember | None = None
+    audio: str | ArchiveMember | None = None
 
     @property
     def media(self) -> dict[str, str | ImageCell | ArchiveMember]:
@@ -60,12 +62,10 @@ class Document:
         image = self.image
         if isinstance(image, ImageCell):
             image = f"{image.table}#{image.group}/{image.row}"
-        elif isinstance(image, ArchiveMember):
-            image = f"{image.archive}#{image.offset}"
         # The format is fixed: the keys are stored with cached hidden states.
         names = {"video": "video", "audio": "sound"}
         media = "".join(
-            f" {names[kind]} {uri}" for kind, uri in self.media.items() if kind in names
+            f" {names[kind]} {file}" for kind, file in self.media.items() if kind in names
         )
         return f"document: {image or ''} {text}{media}"
 

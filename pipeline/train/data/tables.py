@@ -44,7 +44,7 @@ class ImageCell:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveMember:
-    """Image in an uncompressed archive.
+    """Image, video or audio in an uncompressed archive.
 
     Attributes:
         offset: Position of the first byte.
@@ -54,8 +54,11 @@ class ArchiveMember:
     offset: int
     size: int
 
+    def __str__(self) -> str:
+        return f"{self.archive}#{self.offset}"
+
     def read(self) -> bytes:
-        """Returns the bytes of the image.
+        """Returns the bytes of the member.
 
         Raises:
             Unreadable: The archive is truncated.

@@ -57,7 +57,7 @@ def fields_of_steps():
 
 def test_required_data_sets_are_those_of_the_used_values():
     spec = table()
-    assert required(spec, miniature=True) == []
+    assert required(spec, miniature=True) == []  # one data set of each group
     assert required(spec, miniature=False) == ["beir_two"]
 
 

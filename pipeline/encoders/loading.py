@@ -56,6 +56,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: to a tokenizer with an empty vocabulary.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
+#: File of layers that OmniColPress saves beside a model.
+OMNI_COL_PRESS_LAYERS = "extra_encoder_state.safetensors"
 MODEL_RULE = "the path of an existing folder, or the hub name of a model"
 #: Weights that no encoder uses: heads, the speech decoder of Omni, and buffers of older versions.
 UNUSED = re.compile(
@@ -273,6 +275,7 @@ def check_checkpoint(
         note = f"; the encoder colpali reads {family.title}" if family else ""
         raise SpecError("model", spec.model, rule, f"is a {settings.model_type}", note)
     model = _resolve(spec).model
+    _check_layers(spec, folder)
     if Path(model).is_dir():
         check_safetensors(model, folder)
         if family := FAMILIES.get(settings.model_type):
@@ -281,6 +284,15 @@ def check_checkpoint(
     if spec.adapter and len(adapters) == 1:
         _check_base(spec, adapters[0])
     return settings
+
+
+def _check_layers(spec: Checkpoint, folder: Path) -> None:
+    """Checks that a checkpoint has no layers that OmniColPress saves beside the model."""
+    if (folder / OMNI_COL_PRESS_LAYERS).is_file():
+        rule = "a model without layers after its last one"
+        problem = f"has {OMNI_COL_PRESS_LAYERS}, the SeqResize of OmniColPress, which is not loaded"
+        note = "; its models of AGC or MemTok can be loaded with appended_tokens: vocabulary"
+        raise SpecError("model", spec.model, rule, problem, note)
 
 
 def _check_projection(
@@ -414,6 +426,7 @@ def load_model(
         extras.require("accelerate")
     folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
     check_safetensors(spec.model, folder)
+    _check_layers(spec, folder)
     options: dict[str, Any] = {"device_map": device_map} if device_map else {}
     options |= {"key_mapping": dict(renamed)} if renamed else {}
     rule = f"a {model_class.__name__} checkpoint"

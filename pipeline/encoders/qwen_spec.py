@@ -95,6 +95,9 @@ class StatesSpec(QwenSpec):
     """
     bidirectional: bool = False
     """Use bidirectional attention."""
+    normalise: bool = True
+    """Normalise the token vectors of items before they are compressed. Without it, which requires
+    appended tokens, AGC computes the means of OmniColPress. Queries are always normalised."""
     max_frames: int = Field(64, ge=1)
     """Maximum number of frames per video."""
 

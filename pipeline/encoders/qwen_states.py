@@ -83,10 +83,16 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
         reader: Any = self._reader
         # The fingerprints of indexes without these fields do not change.
         pooled = {} if self._pools_last_layer else {"pooled_layer": spec.pooled_layer}
+        self.normalised = spec.normalise
+        lengths = {} if spec.normalise else {"normalise": False}
         self.fingerprint = checkpoint_fingerprint(
             spec,
-            (*NOT_IN_FINGERPRINTS, *self.ITEM_FIELDS, "pooled_layer", *PREPROCESSING_FIELDS),
+            (
+                *(*NOT_IN_FINGERPRINTS, *self.ITEM_FIELDS, "pooled_layer", "normalise"),
+                *PREPROCESSING_FIELDS,
+            ),
             **pooled,
+            **lengths,
             **reader.differences(),
             **appended_hashes(spec),
         )
@@ -107,6 +113,8 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
         check_layers(spec.layer, settings.num_hidden_layers)
         check_layers(spec.pooled_layer, settings.num_hidden_layers, "pooled_layer")
         check_appended_tokens(spec, settings.hidden_size)
+        is_valid = spec.normalise or spec.appended_tokens is not None
+        spec.require(is_valid, "normalise", "true without appended_tokens")
         cls.reader(spec)
 
     @classmethod
@@ -270,6 +278,8 @@ class StatesReader(QwenReader[StatesSpecT]):
         is_masked = is_composed and self.spec.mask_composed
         if self.spec.output_tokens == "paper":
             keep = ~is_last
+        elif self.spec.output_tokens == "all":
+            keep = torch.ones_like(is_last)
         elif self.spec.output_tokens in ("visual", "media") and is_media.any() and not is_masked:
             keep = is_media
         else:

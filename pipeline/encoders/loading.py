@@ -14,12 +14,14 @@ import torch
 from pydantic import Field, field_validator
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
 from pipeline import config, extras
 from pipeline.config import SpecError, reading
 from pipeline.encoders.adapters import merge_adapter
-from pipeline.encoders.families import FAMILIES, Family, projection_names
+from pipeline.encoders.families import BACKBONES, FAMILIES, Family, projection_names
 from pipeline.encoders.varlen import use_varlen_attention
 from pipeline.paths import local_path
 from pipeline.runtime.checkpoint import (
@@ -64,6 +66,12 @@ UNUSED = re.compile(
     r"(.*\.)?(lm_head|cls|pooler|head|classifier|talker|token2wav|multi_vector_projector)\..*"
     r"|(.*\.)?(position_ids|inv_freq)"
 )
+
+
+for name, known in BACKBONES.items():
+    config_class = type(name, (CONFIG_MAPPING[known],), {"model_type": name})
+    AutoConfig.register(name, config_class, exist_ok=True)
+    MODEL_MAPPING.register(config_class, MODEL_MAPPING[CONFIG_MAPPING[known]], exist_ok=True)
 
 
 class CheckpointFields(config.Spec):
@@ -331,7 +339,13 @@ def load_model_config(model: str, folder: Path) -> PretrainedConfig:
     rule = "a model that transformers can load"
     check_folder(model, folder)
     with reading("model", model, rule, *LOAD_ERRORS, problem="cannot be loaded"):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        fields, _ = PretrainedConfig.get_config_dict(folder)
+        kind = fields.get("model_type")
+        if "auto_map" not in fields or kind in CONFIG_MAPPING:
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    problem = f"is a {kind}, which needs the code of the checkpoint"
+    note = "; it is never executed; the encoder http reads models that an endpoint serves"
+    raise SpecError("model", model, rule, problem, note)
 
 
 def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:

@@ -20,6 +20,8 @@ from pipeline.encoders.model_inputs import ModelInput
 #: Kind of the positions of appended tokens in model inputs. They are not tokens of the item, so
 #: this is not an index into `tokens.KINDS`.
 APPENDED = -1
+#: Value of `appended_tokens` for tokens in the vocabulary of the checkpoint.
+VOCABULARY = "vocabulary"
 
 
 class AppendedTokensSpec(config.Spec):
@@ -27,7 +29,8 @@ class AppendedTokensSpec(config.Spec):
 
     appended_tokens: str | None = None
     """Folder of a trained compressor with learned tokens, which are appended to each item; null
-    appends none. Queries are never extended."""
+    appends none. `vocabulary` appends the tokens `<|mem0|>`, `<|mem1|>`, ... of the checkpoint's
+    vocabulary, with which OmniColPress trains AGC and MemTok. Queries are never extended."""
     normalise: bool = True
     """Normalise token vectors to unit length before compression. If false, AGC, SeqResize and
     H-Pool with `average: raw` pool the raw vectors, as in the AGC paper (sections 4.1, 4.3 and
@@ -37,7 +40,7 @@ class AppendedTokensSpec(config.Spec):
     @classmethod
     def _make_appended_tokens_absolute(cls, folder: str | None) -> str | None:
         # Actors have other working directories.
-        return None if folder is None else config.absolute(folder)
+        return folder if folder in (None, VOCABULARY) else config.absolute(folder)
 
 
 class AppendedTokens(torch.nn.Module):

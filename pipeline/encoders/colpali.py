@@ -60,8 +60,9 @@ ENGINE_NAMES = {
     r"^(base_model\\?\.model\\?\.|model\.)?(custom_text_proj|linear)(?:\.base_layer)?\.": (
         "custom_text_proj."
     ),
+    r"^embedding_proj_layer\.": "custom_text_proj.",
     r"^(?:base_model\.model\.)?model\.language_model\.model\.": "language_model.",
-    r"^(?:base_model\.model\.)?model\.(?=language_model\.|text_model\.|vision_|visual\.)": "",
+    r"^(?:base_model\.model\.|vlm\.)?model\.(?=(?:language|text)_model\.|vision_|visual\.)": "",
     r"^(?:base_model\.model\.)?model\.(?=connector\.|multi_modal_projector\.|audio_tower\.)": "",
     r"^(?:base_model\.model\.)?model\.(?=layers\.|embed_tokens\.|norm\.)": "language_model.",
 }
@@ -245,11 +246,15 @@ class ColPali(SequenceEncoder["ColPali.Spec"]):
         return self.model(**inputs, use_cache=False).embeddings, None
 
 
-def projected(backbone: type[PreTrainedModel], width: int) -> type[PreTrainedModel]:
+def projected(
+    backbone: type[PreTrainedModel], settings_class: type[PretrainedConfig], width: int
+) -> type[PreTrainedModel]:
     """Returns the class of a backbone with a projection, as colpali-engine names and saves it."""
 
     class Projected(backbone):  # type: ignore[valid-type, misc]
         """Vision-language model with a projection of its last hidden states."""
+
+        config_class = settings_class
 
         def __init__(self, settings: PretrainedConfig):
             super().__init__(settings)
@@ -277,7 +282,9 @@ def _load_engine_model(
         check_checkpoint(spec, *FAMILIES, has_projection=True)
     width, _ = shapes[cast(str, name)]
     backbone: Any = MODEL_MAPPING[type(settings)]
-    model: Any = load_model(spec, projected(backbone, width), device_map, renamed=ENGINE_NAMES)
+    model: Any = load_model(
+        spec, projected(backbone, type(settings), width), device_map, renamed=ENGINE_NAMES
+    )
     model._weight_conversions = []  # saving would try to restore the former names
     return model
 

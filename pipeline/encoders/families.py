@@ -37,7 +37,8 @@ class Family:
         prefix: Prefix of queries.
         augmentation: Augmentation token, or empty for the padding token.
         num_augmentation: Number of augmentation tokens that the model was trained with.
-        library: Library whose layout the checkpoint has.
+        max_patches: Maximum number of patches per image, or null for that of the checkpoint.
+        library: Library whose layout the checkpoint has, or the owner of a layout.
     """
 
     title: str
@@ -48,6 +49,7 @@ class Family:
     prefix: str = ""
     augmentation: str = ""
     num_augmentation: int = 10
+    max_patches: int | None = None
     library: str = "colpali-engine"
 
 
@@ -76,6 +78,14 @@ FAMILIES = {
     "qwen2_5_vl": _qwen("ColQwen2.5"),
     "qwen3_vl": _qwen("ColQwen3"),
     "qwen3_5": _qwen("ColQwen3.5"),
+    "colqwen3": _qwen("ColQwen3", max_patches=1280, library="TomoroAI"),
+    "ops_colqwen3": Family(
+        *("Ops-ColQwen3", "grid"),
+        _VISION_CHAT.replace("<|endoftext|>", "<|im_start|>assistant\n<|endoftext|>"),
+        prefix="Query: ",
+        augmentation="<|endoftext|>",
+        library="OpenSearch-AI",
+    ),
     "qwen2_5_omni_thinker": Family(
         *("ColQwen-Omni", "omni", _OMNI_CHAT.format(f"{CONTENT}Describe the content.")),
         *(_OMNI_BEFORE, _OMNI_AFTER, "Query: ", "<|endoftext|>"),
@@ -95,6 +105,8 @@ FAMILIES = {
         num_augmentation=0,
     ),
 }
+#: Types that transformers does not know, by the type that has their fields and their backbone.
+BACKBONES = {"colqwen3": "qwen3_vl", "ops_colqwen3": "qwen3_vl"}
 #: Names under which libraries save the projection. Older versions keep the prefix of peft.
 PROJECTION = re.compile(
     r"(?:base_model\\?\.model\\?\.|model\.)?(?:custom_text_proj|linear|embedding_proj_layer)"

@@ -14,12 +14,14 @@ import torch
 from pydantic import Field, field_validator
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
 from pipeline import config, extras
 from pipeline.config import SpecError, reading
 from pipeline.encoders.adapters import merge_adapter
-from pipeline.encoders.families import FAMILIES, Family, projection_names
+from pipeline.encoders.families import BACKBONES, FAMILIES, Family, projection_names
 from pipeline.encoders.varlen import use_varlen_attention
 from pipeline.paths import local_path
 from pipeline.runtime.checkpoint import (
@@ -56,12 +58,20 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: to a tokenizer with an empty vocabulary.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
+#: File of layers that OmniColPress saves beside a model.
+OMNI_COL_PRESS_LAYERS = "extra_encoder_state.safetensors"
 MODEL_RULE = "the path of an existing folder, or the hub name of a model"
 #: Weights that no encoder uses: heads, the speech decoder of Omni, and buffers of older versions.
 UNUSED = re.compile(
     r"(.*\.)?(lm_head|cls|pooler|head|classifier|talker|token2wav|multi_vector_projector)\..*"
     r"|(.*\.)?(position_ids|inv_freq)"
 )
+
+
+for name, known in BACKBONES.items():
+    config_class = type(name, (CONFIG_MAPPING[known],), {"model_type": name})
+    AutoConfig.register(name, config_class, exist_ok=True)
+    MODEL_MAPPING.register(config_class, MODEL_MAPPING[CONFIG_MAPPING[known]], exist_ok=True)
 
 
 class CheckpointFields(config.Spec):
@@ -274,6 +284,7 @@ def check_checkpoint(
         note = f"; the encoder colpali reads {family.title}" if family else ""
         raise SpecError("model", spec.model, rule, f"is a {settings.model_type}", note)
     model = _resolve(spec).model
+    _check_layers(spec, folder)
     if Path(model).is_dir():
         check_safetensors(model, folder)
         if family := FAMILIES.get(settings.model_type):
@@ -282,6 +293,15 @@ def check_checkpoint(
     if spec.adapter and len(adapters) == 1:
         _check_base(spec, adapters[0])
     return settings
+
+
+def _check_layers(spec: Checkpoint, folder: Path) -> None:
+    """Checks that a checkpoint has no layers that OmniColPress saves beside the model."""
+    if (folder / OMNI_COL_PRESS_LAYERS).is_file():
+        rule = "a model without layers after its last one"
+        problem = f"has {OMNI_COL_PRESS_LAYERS}, the SeqResize of OmniColPress, which is not loaded"
+        note = "; its models of AGC or MemTok can be loaded with appended_tokens: vocabulary"
+        raise SpecError("model", spec.model, rule, problem, note)
 
 
 def _check_projection(
@@ -320,7 +340,13 @@ def load_model_config(model: str, folder: Path) -> PretrainedConfig:
     rule = "a model that transformers can load"
     check_folder(model, folder)
     with reading("model", model, rule, *LOAD_ERRORS, problem="cannot be loaded"):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        fields, _ = PretrainedConfig.get_config_dict(folder)
+        kind = fields.get("model_type")
+        if "auto_map" not in fields or kind in CONFIG_MAPPING:
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    problem = f"is a {kind}, which needs the code of the checkpoint"
+    note = "; it is never executed; the encoder http reads models that an endpoint serves"
+    raise SpecError("model", model, rule, problem, note)
 
 
 def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:
@@ -415,6 +441,7 @@ def load_model(
         extras.require("accelerate")
     folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
     check_safetensors(spec.model, folder)
+    _check_layers(spec, folder)
     options: dict[str, Any] = {"device_map": device_map} if device_map else {}
     options |= {"key_mapping": dict(renamed)} if renamed else {}
     rule = f"a {model_class.__name__} checkpoint"

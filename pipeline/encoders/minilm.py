@@ -202,7 +202,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         self.dim = width * self.num_states
         self.pooled_dim = None if spec.pooling == "none" else width
         self.fingerprint = _fingerprint(spec, folder)
-        if (appended := load_appended_tokens(type(self), spec)) is not None:
+        if (appended := load_appended_tokens(self, spec)) is not None:
             self.append_tokens(appended)
 
     @classmethod

@@ -214,6 +214,10 @@ class QwenPageReader(PageReader):
             name: getattr(spec, name)
             for name in ("model", "revision", "dtype", "min_pixels", "max_pixels")
         }
+        if fields["max_pixels"] is None and family.max_patches:
+            vision = settings.vision_config
+            patch_size = vision.patch_size * vision.spatial_merge_size
+            fields["max_pixels"] = family.max_patches * patch_size**2
         inner = QwenOmni.Spec if is_omni else QwenVL.Spec
         reader: Any = QwenOmniReader if is_omni else QwenVLReader
         fields |= {"document_prompt": family.page, "query_prompt": family.page}

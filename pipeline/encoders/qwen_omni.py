@@ -59,10 +59,10 @@ class QwenOmni(StatesEncoder["QwenOmni.Spec"]):
         """
 
         name: Literal["qwen_omni"] = "qwen_omni"
-        output_tokens: Literal["code", "paper", "media"] = "code"
+        output_tokens: Literal["code", "paper", "media", "all"] = "code"
         """"paper" drops only the pooled token (SMART, eq. 4). "code" drops special tokens,
         including the boundaries of images and audio. "media" keeps only image and audio tokens, or
-        for inputs without media the same as "code".
+        for inputs without media the same as "code". "all" drops none, as OmniColPress does.
         """
         documents: Literal["media", "text", "both"] = "media"
         """Content of an item that is encoded: "media" (images, video and audio, or the text of

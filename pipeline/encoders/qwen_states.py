@@ -84,7 +84,10 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
         pooled = {} if self._pools_last_layer else {"pooled_layer": spec.pooled_layer}
         self.fingerprint = checkpoint_fingerprint(
             spec,
-            (*NOT_IN_FINGERPRINTS, *self.ITEM_FIELDS, "pooled_layer", *PREPROCESSING_FIELDS),
+            (
+                *(*NOT_IN_FINGERPRINTS, *self.ITEM_FIELDS, "pooled_layer"),
+                *PREPROCESSING_FIELDS,
+            ),
             **pooled,
             **reader.differences(),
             **appended_hashes(spec),
@@ -269,6 +272,8 @@ class StatesReader(QwenReader[StatesSpecT]):
         is_masked = is_composed and self.spec.mask_composed
         if self.spec.output_tokens == "paper":
             keep = ~is_last
+        elif self.spec.output_tokens == "all":
+            keep = torch.ones_like(is_last)
         elif self.spec.output_tokens in ("visual", "media") and is_media.any() and not is_masked:
             keep = is_media
         else:

@@ -20,10 +20,10 @@ class QwenVL(StatesEncoder["QwenVL.Spec"]):
         """Checkpoint, the content and prompts of items, and the tokens that are kept."""
 
         name: Literal["qwen_vl"] = "qwen_vl"
-        output_tokens: Literal["code", "paper", "visual"] = "code"
+        output_tokens: Literal["code", "paper", "visual", "all"] = "code"
         """"paper" drops only the pooled token (SMART, eq. 4). "code" drops special tokens and keeps
         image tokens, as SMART's public code does. "visual" keeps only image tokens, or for inputs
-        without images the same as "code".
+        without images the same as "code". "all" drops none, as OmniColPress does.
         """
         documents: Literal["images", "text", "both"] = "images"
         """Content of an item that is encoded: `images` (the images, or the text of items without

@@ -79,7 +79,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         self.normalised = bool(getattr(spec, "normalise", True))
         self.model = self.load(spec, device_map)
         self.device = self.model.device
-        if (appended := load_appended_tokens(type(self), spec)) is not None:
+        if (appended := load_appended_tokens(self, spec)) is not None:
             self.append_tokens(appended)
 
     # -- defined by each family --------------------------------------------------------------------
@@ -381,8 +381,9 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
                 )
             states_BLD, pooled_BP = self.forward(dict(batch.kwargs), content_BL)
         vectors = states_BLD[keep].float()
+        is_query = self.appended is not None and not is_extended
         result = {
-            "vectors": normalise(vectors) if self.normalised else vectors,
+            "vectors": normalise(vectors) if self.normalised or is_query else vectors,
             "kind": batch.kind[keep],
             "extents": batch.extents[keep],
             "spans": batch.spans[keep],

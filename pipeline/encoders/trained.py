@@ -7,6 +7,7 @@ if it has any, and the hashes of the encoder's weights with which both were trai
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -18,11 +19,12 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
+from transformers import AutoTokenizer
 
 from pipeline.config import ComponentSpec, SpecError, TrainedSpec, dump, reading
 from pipeline.encoders import Trainable
-from pipeline.encoders.appended import AppendedTokens, AppendedTokensSpec
-from pipeline.encoders.loading import hash_files, sha256
+from pipeline.encoders.appended import VOCABULARY, AppendedTokens, AppendedTokensSpec
+from pipeline.encoders.loading import CheckpointFields, hash_files, load_processor, sha256
 from pipeline.registry import COMPRESSORS, ENCODERS
 
 #: Folder of a trained compressor in the output folder of training, and its files.
@@ -141,7 +143,9 @@ def appended_hashes(spec: AppendedTokensSpec) -> dict[str, Any]:
     tokens are represented by their hash.
     """
     hashes: dict[str, Any] = {} if spec.normalise else {"normalise": False}
-    if spec.appended_tokens is not None:
+    if spec.appended_tokens == VOCABULARY:  # the weights are hashed
+        hashes["appended_tokens"] = VOCABULARY
+    elif spec.appended_tokens is not None:
         described, _ = TrainedCompressor.read(spec.appended_tokens, "appended_tokens")
         hashes["appended_tokens"] = described.sha256[TOKENS]
     return hashes
@@ -156,12 +160,15 @@ def check_trained_with(
     return described
 
 
-def load_appended_tokens(encoder_class: type[Trainable[Any]], spec: Any) -> AppendedTokens | None:
-    """Loads the appended tokens that the spec of an encoder names, if any."""
+def load_appended_tokens(encoder: Trainable[Any], spec: Any) -> AppendedTokens | None:
+    """Loads the appended tokens that the spec of an encoder with loaded weights names, if any."""
     folder = getattr(spec, "appended_tokens", None)
     if folder is None:
         return None
-    check_trained_with(folder, "appended_tokens", encoder_class, spec)
+    if folder == VOCABULARY:
+        embeddings: Any = encoder.embedding.weight
+        return AppendedTokens(embeddings[vocabulary_ids(spec)].detach().float())
+    check_trained_with(folder, "appended_tokens", type(encoder), spec)
     with _open_tokens(folder) as file:
         return AppendedTokens(file.get_tensor("weight").float())
 
@@ -178,18 +185,34 @@ def check_appended_tokens(
     folder = spec.appended_tokens
     if folder is None:
         return
-    num_tokens, actual_width = appended_shape(folder)
-    if actual_width != width:
+    num_tokens, actual_width = appended_shape(spec)
+    if actual_width not in (width, None):
         rule = f"the folder of a trained compressor with tokens of width {width}"
         raise SpecError("appended_tokens", folder, rule, f"has tokens of width {actual_width}")
     check_positions(num_tokens, field, size, limit)
 
 
-def appended_shape(folder: str) -> tuple[int, int]:
-    """Returns the number and the width of the appended tokens in the folder of a compressor."""
-    with _open_tokens(folder) as file:
+def appended_shape(spec: AppendedTokensSpec) -> tuple[int, int | None]:
+    """Returns the number and the width of appended tokens, which is null for a vocabulary."""
+    assert spec.appended_tokens is not None
+    if spec.appended_tokens == VOCABULARY:
+        return len(vocabulary_ids(spec)), None
+    with _open_tokens(spec.appended_tokens) as file:
         num_tokens, width = file.get_slice("weight").get_shape()
     return num_tokens, width
+
+
+def vocabulary_ids(spec: AppendedTokensSpec) -> list[int]:
+    """Returns the ids of the appended tokens in the vocabulary of a checkpoint."""
+    vocabulary: dict[str, int] = {}
+    if isinstance(spec, CheckpointFields):
+        vocabulary = load_processor(spec, AutoTokenizer).get_added_vocab()
+    names = map("<|mem{}|>".format, itertools.count())
+    ids = [vocabulary[name] for name in itertools.takewhile(vocabulary.__contains__, names)]
+    if not ids:
+        rule = "the folder of a trained compressor, unless the model has the token <|mem0|>"
+        raise SpecError("appended_tokens", VOCABULARY, rule)
+    return ids
 
 
 def check_positions(num_tokens: int, field: str, size: int, limit: int) -> None:

@@ -72,4 +72,4 @@ def _read(compressor: TrainedSpec) -> TrainedCompressor:
 def _num_appended(encoder: Any) -> int:
     from pipeline.encoders.trained import appended_shape
 
-    return appended_shape(encoder.appended_tokens)[0]
+    return appended_shape(encoder)[0]

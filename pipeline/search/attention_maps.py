@@ -19,6 +19,7 @@ from pipeline.config import ComponentSpec, SpecError
 from pipeline.data.decode import Unreadable
 from pipeline.data.texts import decode
 from pipeline.encoders import Encoder
+from pipeline.encoders.appended import VOCABULARY
 from pipeline.encoders.images import open_query_image, png_file
 from pipeline.encoders.trained import TrainedCompressor, trained_encoder
 from pipeline.registry import COMPRESSORS, ENCODERS
@@ -76,9 +77,11 @@ class AppendedAttention:
     def __init__(self, spec: Any):
         self.spec = spec
         self.encoder: Encoder[Any] = ENCODERS.build(self.spec)
-        described, _ = TrainedCompressor.read(spec.appended_tokens, "model")
-        compressor = COMPRESSORS.build(COMPRESSORS.resolve(described.compressor))
-        self.compressor = compressor if isinstance(compressor, AGC) else None
+        self.compressor = None  # a checkpoint with tokens in its vocabulary names none
+        if spec.appended_tokens != VOCABULARY:
+            described, _ = TrainedCompressor.read(spec.appended_tokens, "model")
+            compressor = COMPRESSORS.build(COMPRESSORS.resolve(described.compressor))
+            self.compressor = compressor if isinstance(compressor, AGC) else None
 
     def map(self, item: Item) -> AttentionMap:
         """Computes the map of an item, or raises `SpecError` if no token has a location."""

@@ -92,7 +92,7 @@ def check_compressors(spec: ContrastiveSpec) -> None:
     num_appended = spec.num_appended_tokens
     if spec.appended_folder is not None:
         with config.within("encoder"):
-            num_appended, _ = appended_shape(spec.appended_folder)
+            num_appended, _ = appended_shape(spec.encoder)
     for field, compressor in compressors.items():
         with config.within(field):
             if isinstance(compressor, MemTok.Spec):

@@ -77,7 +77,7 @@ class FineTuning:
                 number, embedding = spec.num_appended_tokens, self.encoder.embedding
                 self.appended = AppendedTokens.create(number, embedding)
             else:  # their folder has the hashes of the adapter
-                self.appended = load_appended_tokens(type(self.encoder), spec.encoder)
+                self.appended = load_appended_tokens(self.encoder, spec.encoder)
             if self.appended is not None:
                 self.encoder.append_tokens(self.appended)
         self.head = self.encoder.head

@@ -75,6 +75,9 @@ UNMIRRORED = {
     "codecs": "contract cuda",
     "compression": "contract cuda",
     "encoders": "contract cuda",
+    "peers": "vectors",
+    "specs": "encoders",
+    "tables": "sources",
     "train": "cuda",
 }
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))

@@ -8,8 +8,8 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 47_200,
-    "lines of code outside unit tests": 58_750,
+    "lines of code in pipeline/ and jobs/": 47_250,
+    "lines of code outside unit tests": 58_850,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 7,
@@ -18,12 +18,12 @@ LIMITS = {
     "verbs": 13,
     "flags of verbs": 117,
     "benches": 24,
-    "spec fields": 786,
+    "spec fields": 788,
     "HTTP fields": 202,
     "shipped specs": 26,
     "modules with one importer": 84,
-    "places that compose errors": 496,
-    "lines that compose errors": 525,
+    "places that compose errors": 500,
+    "lines that compose errors": 530,
     "lines of code of the longest file": 500,
     "lines of the longest function": 147,
 }

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
-from pydantic import Field, field_validator
 from transformers import (
     ColModernVBertForRetrieval,
     ColPaliForRetrieval,
@@ -22,16 +21,13 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import ModelOutput
 
-from pipeline import config
 from pipeline.encoders import AttentionInfo
-from pipeline.encoders.appended import AppendedTokensSpec
 from pipeline.encoders.families import FAMILIES, Family, projection_names
 from pipeline.encoders.layers import attention_info, make_bidirectional
 from pipeline.encoders.loading import (
     NOT_IN_FINGERPRINTS,
     SETTINGS,
     WEIGHTS,
-    CheckpointSpec,
     check_checkpoint,
     checkpoint_fingerprint,
     checkpoint_folder,
@@ -42,11 +38,10 @@ from pipeline.encoders.loading import (
     weight_names,
 )
 from pipeline.encoders.model_inputs import ModelInput
-from pipeline.encoders.pages import PageReader, page_reader
+from pipeline.encoders.pages import PageReader, PageSpec, page_reader
 from pipeline.encoders.qwen_model import positioned
 from pipeline.encoders.qwen_omni import thinker_inputs
 from pipeline.encoders.sequences import SequenceEncoder
-from pipeline.encoders.templates import TemplateSpec
 from pipeline.encoders.trained import appended_hashes, check_appended_tokens
 
 #: Classes of transformers by the type of their vision-language models.
@@ -68,59 +63,21 @@ ENGINE_NAMES = {
 }
 
 
-class ColPali(SequenceEncoder["ColPali.Spec"]):
+class ColPali(SequenceEncoder[PageSpec]):
     """Encoder of pages, images and frames, and with ColQwen-Omni of video and audio.
 
     Items with several images, such as the frames of a video, are encoded one image at a time. Image
     queries are encoded like pages.
     """
 
-    class Spec(TemplateSpec, AppendedTokensSpec, CheckpointSpec):
-        """Checkpoint, the tokens that are kept, and settings that its family supports."""
-
-        name: Literal["colpali"] = "colpali"
-        query_prefix: str | None = None
-        """Prefix of each query. If null, the checkpoint's or the family's is used. `{instruction}`
-        is replaced with the instruction of the benchmark's task."""
-        num_augmentation: int | None = Field(None, ge=0)
-        """Number of augmentation tokens appended to each query, whose vectors contribute to MaxSim.
-        If null, that of the family: 10, or none for ColGemma3."""
-        projection: str | None = None
-        """Folder with a projection in a safetensors file, `weight` and optionally `bias`, as
-        training writes it. Null: the checkpoint's projection.
-        """
-        output_tokens: Literal["all", "visual", "tiles"] = "all"
-        """"all" keeps patches and prompt tokens, as the libraries do. "visual" keeps only patches,
-        and audio. "tiles" keeps only patches of tiles, which form one grid, without the downscaled
-        image of ColIdefics3 and ColModernVBert.
-        """
-        min_pixels: int | None = Field(None, ge=1)
-        """Minimum number of pixels per image after resizing, for ColQwen models. If null, the
-        checkpoint's value is used."""
-        max_pixels: int | None = Field(None, ge=1)
-        """Maximum number of pixels per image after resizing, for ColQwen models. If null, the
-        checkpoint's value is used."""
-        positions: Literal["3d", "1d"] = "3d"
-        """Positions of the patches of ColQwen models: "3d" in time, row and column, with which they
-        were trained, or consecutive, as in transformers 5."""
-        bidirectional: bool = False
-        """Use bidirectional attention. ColQwen models are trained with causal attention."""
-        bidirectional_queries: bool = True
-        """Use bidirectional attention in the queries of ColPali, as transformers does.
-        colpali-engine uses causal attention if queries are padded.
-        """
-
-        @field_validator("projection")
-        @classmethod
-        def _make_projection_absolute(cls, projection: str | None) -> str | None:
-            return None if projection is None else config.absolute(projection)
+    Spec = PageSpec
 
     pooled_dim = None
     empty_reason = "no image"
     has_projection = True
     lora_target_modules = r".*(language|text)_model.*\.(q|k|v|o|gate|up|down)_proj"
 
-    def __init__(self, spec: Spec, device_map: str | None = None):
+    def __init__(self, spec: PageSpec, device_map: str | None = None):
         self.settings, self.family = _declared(spec)
         super().__init__(spec, device_map)
         if spec.bidirectional:
@@ -138,7 +95,7 @@ class ColPali(SequenceEncoder["ColPali.Spec"]):
         )
 
     @classmethod
-    def check(cls, spec: Spec) -> None:
+    def check(cls, spec: PageSpec) -> None:
         """Checks the checkpoint, and the fields that only some families support."""
         settings, family = _declared(spec)
         rules = {
@@ -161,13 +118,13 @@ class ColPali(SequenceEncoder["ColPali.Spec"]):
         cls.reader(spec)
 
     @classmethod
-    def supported_inputs(cls, spec: Spec) -> tuple[str, ...]:
+    def supported_inputs(cls, spec: PageSpec) -> tuple[str, ...]:
         """Returns images and video frames, and audio for ColQwen-Omni."""
         _, family = _declared(spec)
         return ("image", "frames", "audio") if family.media == "omni" else ("image", "frames")
 
     @classmethod
-    def attention(cls, spec: Spec) -> AttentionInfo:
+    def attention(cls, spec: PageSpec) -> AttentionInfo:
         """Returns column sums and the row of the last token.
 
         The model has no pooled vector.
@@ -176,12 +133,12 @@ class ColPali(SequenceEncoder["ColPali.Spec"]):
         return attention_info(settings.get_text_config(), ("column_sums", "eos_row"), spec)
 
     @classmethod
-    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
+    def query_kinds(cls, spec: PageSpec) -> tuple[str, ...]:
         """Returns "text" and "image"."""
         return ("text", "image")
 
     @classmethod
-    def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
+    def load(cls, spec: PageSpec, device_map: str | None) -> PreTrainedModel:
         """Loads the model, with the spec's projection if it names one."""
         settings, family = _declared(spec)
         if family.library == "transformers":
@@ -197,7 +154,7 @@ class ColPali(SequenceEncoder["ColPali.Spec"]):
         return model
 
     @classmethod
-    def reader(cls, spec: Spec) -> PageReader:
+    def reader(cls, spec: PageSpec) -> PageReader:
         """Returns the reader of items and queries."""
         return page_reader(spec, *_declared(spec))
 
@@ -272,7 +229,7 @@ def projected(
 
 
 def _load_engine_model(
-    spec: ColPali.Spec, settings: PretrainedConfig, device_map: str | None
+    spec: PageSpec, settings: PretrainedConfig, device_map: str | None
 ) -> PreTrainedModel:
     # The width is that of the weights, because few checkpoints record it.
     folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
@@ -295,7 +252,7 @@ def projection_name(model: torch.nn.Module) -> str:
     return next(name for name in names if hasattr(model, name))
 
 
-def _declared(spec: ColPali.Spec) -> tuple[PretrainedConfig, Family]:
+def _declared(spec: PageSpec) -> tuple[PretrainedConfig, Family]:
     """Returns the settings of the vision-language model of a checkpoint, and its family."""
     settings = load_model_config(spec.model, checkpoint_folder(spec, SETTINGS))
     family = FAMILIES.get(settings.model_type)

@@ -8,10 +8,11 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from PIL import Image
+from pydantic import Field, field_validator
 from transformers import (
     ColModernVBertProcessor,
     ColPaliProcessor,
@@ -21,12 +22,15 @@ from transformers import (
     PretrainedConfig,
 )
 
+from pipeline import config
 from pipeline.encoders import check_query_size
+from pipeline.encoders.appended import AppendedTokensSpec
 from pipeline.encoders.families import Family
 from pipeline.encoders.images import grid_extents, item_images
 from pipeline.encoders.loading import (
     PROCESSOR_FILES,
     TOKENIZER_FILES,
+    CheckpointSpec,
     check_tokenizer,
     load_json,
     load_processor,
@@ -37,12 +41,14 @@ from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_omni import QwenOmni, QwenOmniReader
 from pipeline.encoders.qwen_vl import QwenVL, QwenVLReader
 from pipeline.encoders.reader import Reader
-from pipeline.encoders.templates import check_declared, check_special_tokens, fill_template
+from pipeline.encoders.templates import (
+    TemplateSpec,
+    check_declared,
+    check_special_tokens,
+    fill_template,
+)
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK, ids_between, text_kinds, token_names
 from pipeline.tokens import AUDIO, PROMPT, VISUAL
-
-if TYPE_CHECKING:
-    from pipeline.encoders.colpali import ColPali
 
 #: Classes of processors by the type of the vision-language model and the library.
 PROCESSORS: dict[tuple[str, str], Any] = {
@@ -57,21 +63,62 @@ PROCESSORS: dict[tuple[str, str], Any] = {
 TILE = re.compile(r"<row_(\d+)_col_(\d+)>")
 
 
-def page_reader(spec: ColPali.Spec, settings: PretrainedConfig, family: Family) -> PageReader:
+class PageSpec(TemplateSpec, AppendedTokensSpec, CheckpointSpec):
+    """Checkpoint, the tokens that are kept, and settings that its family supports."""
+
+    name: Literal["colpali"] = "colpali"
+    query_prefix: str | None = None
+    """Prefix of each query. If null, the checkpoint's or the family's is used. `{instruction}`
+    is replaced with the instruction of the benchmark's task."""
+    num_augmentation: int | None = Field(None, ge=0)
+    """Number of augmentation tokens appended to each query, whose vectors contribute to MaxSim.
+    If null, that of the family: 10, or none for ColGemma3."""
+    projection: str | None = None
+    """Folder with a projection in a safetensors file, `weight` and optionally `bias`, as
+    training writes it. Null: the checkpoint's projection.
+    """
+    output_tokens: Literal["all", "visual", "tiles"] = "all"
+    """"all" keeps patches and prompt tokens, as the libraries do. "visual" keeps only patches,
+    and audio. "tiles" keeps only patches of tiles, which form one grid, without the downscaled
+    image of ColIdefics3 and ColModernVBert.
+    """
+    min_pixels: int | None = Field(None, ge=1)
+    """Minimum number of pixels per image after resizing, for ColQwen models. If null, the
+    checkpoint's value is used."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Maximum number of pixels per image after resizing, for ColQwen models. If null, the
+    checkpoint's value is used."""
+    positions: Literal["3d", "1d"] = "3d"
+    """Positions of the patches of ColQwen models: "3d" in time, row and column, with which they
+    were trained, or consecutive, as in transformers 5."""
+    bidirectional: bool = False
+    """Use bidirectional attention. ColQwen models are trained with causal attention."""
+    bidirectional_queries: bool = True
+    """Use bidirectional attention in the queries of ColPali, as transformers does.
+    colpali-engine uses causal attention if queries are padded.
+    """
+
+    @field_validator("projection")
+    @classmethod
+    def _make_projection_absolute(cls, projection: str | None) -> str | None:
+        return None if projection is None else config.absolute(projection)
+
+
+def page_reader(spec: PageSpec, settings: PretrainedConfig, family: Family) -> PageReader:
     """Returns the reader of a family. `settings` are those of the vision-language model."""
     if family.media in ("grid", "omni"):
         return QwenPageReader(spec, settings, family)
     return ProcessorPageReader(spec, settings, family)
 
 
-class PageReader(Reader["ColPali.Spec"]):
+class PageReader(Reader[PageSpec]):
     """Base of the readers of images and queries.
 
     Queries are formatted as the libraries do, except that special tokens spelled out in a query
     are plain text. A processor would accept an image placeholder as an image.
     """
 
-    def __init__(self, spec: ColPali.Spec, settings: PretrainedConfig, family: Family):
+    def __init__(self, spec: PageSpec, settings: PretrainedConfig, family: Family):
         super().__init__(spec)
         for files in (PROCESSOR_FILES, TOKENIZER_FILES):
             require_one_of(spec, files)
@@ -136,7 +183,7 @@ class ProcessorPageReader(PageReader):
     whole image, so each location is covered twice.
     """
 
-    def __init__(self, spec: ColPali.Spec, settings: PretrainedConfig, family: Family):
+    def __init__(self, spec: PageSpec, settings: PretrainedConfig, family: Family):
         super().__init__(spec, settings, family)
         processor_class = PROCESSORS[settings.model_type, family.library]
         self.processor = processor = load_processor(spec, processor_class)
@@ -207,7 +254,7 @@ class QwenPageReader(PageReader):
     ColQwen-Omni also reads videos, as one sequence, and audio, as another.
     """
 
-    def __init__(self, spec: ColPali.Spec, settings: PretrainedConfig, family: Family):
+    def __init__(self, spec: PageSpec, settings: PretrainedConfig, family: Family):
         super().__init__(spec, settings, family)
         is_omni = family.media == "omni"
         fields: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +93,8 @@ def check_compressors(spec: ContrastiveSpec) -> None:
     num_appended = spec.num_appended_tokens
     if spec.appended_folder is not None:
         with config.within("encoder"):
-            num_appended, _ = appended_shape(spec.encoder)
+            encoder: Any = spec.encoder
+            num_appended, _ = appended_shape(encoder)
     for field, compressor in compressors.items():
         with config.within(field):
             if isinstance(compressor, MemTok.Spec):

@@ -158,7 +158,7 @@ def test_rejects_placeholders_in_prompts(checkpoint, placeholder):
 @pytest.mark.parametrize(
     ("name", "family"),
     [
-        *[("colpali", name) for name in ("colpali", "colqwen2", "colmodernvbert")],
+        *[("colpali", name) for name in ("colpali", "colmodernvbert")],
         *[("dual", "siglip"), ("dual", "siglip2"), ("dual", "clip")],
     ],
 )

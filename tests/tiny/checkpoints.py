@@ -323,7 +323,11 @@ def gte_modernbert(folder: Path) -> Path:
         {"idx": idx, "name": str(idx), "path": path, "type": f"sentence_transformers.models.{name}"}
         for idx, (path, name) in enumerate((("", "Transformer"), ("1_Pooling", "Pooling")))
     ]
-    usage = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    usage: dict[str, Any] = {
+        "prompts": {},
+        "default_prompt_name": None,
+        "similarity_fn_name": "cosine",
+    }
     pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True}
     (folder / "1_Pooling").mkdir()
     for name, value in {

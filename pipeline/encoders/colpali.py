@@ -86,12 +86,17 @@ class ColPali(SequenceEncoder[PageSpec]):
         more: dict[str, Any] = {}
         if spec.projection:
             more["projection"] = hash_files(Path(spec.projection), WEIGHTS)
-        # Fields at their defaults are not hashed, except those that all checkpoints have.
-        new = ("min_pixels", "max_pixels", "positions", "bidirectional", "num_augmentation")
+        # Fields of some families are hashed if they are not at their defaults.
+        optional = ("min_pixels", "max_pixels", "positions", "bidirectional")
         fields = type(spec).model_fields
-        more |= {n: getattr(spec, n) for n in new if getattr(spec, n) != fields[n].default}
+        more |= {n: getattr(spec, n) for n in optional if getattr(spec, n) != fields[n].default}
+        count = spec.num_augmentation
+        count = self.family.num_augmentation if count is None else count
         self.fingerprint = checkpoint_fingerprint(
-            spec, (*NOT_IN_FINGERPRINTS, "projection", *new), **more, **appended_hashes(spec)
+            spec.model_copy(update={"num_augmentation": count}),
+            (*NOT_IN_FINGERPRINTS, "projection", *optional),
+            **more,
+            **appended_hashes(spec),
         )
 
     @classmethod

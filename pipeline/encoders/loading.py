@@ -253,7 +253,9 @@ def _check_base(spec: Checkpoint, folder: Path) -> None:
     if not isinstance(base, str) or Path(base).is_dir() != Path(spec.model).is_dir():
         return
     if Path(base).is_dir():
-        is_equal = hash_files(Path(base), WEIGHTS) == hash_files(Path(spec.model), WEIGHTS)
+        folders = Path(base), Path(spec.model)
+        is_equal = folders[0].samefile(folders[1])
+        is_equal = is_equal or hash_files(folders[0], WEIGHTS) == hash_files(folders[1], WEIGHTS)
     else:  # copies of a model under another owner keep its name
         is_equal = (
             base.rpartition("/")[2] == spec.model.rpartition("/")[2] or Path(base).is_absolute()

@@ -56,8 +56,6 @@ def merge_adapter(model: PreTrainedModel, path: Path, field: str, value: str) ->
     with reading(field, value, rule, *errors):
         settings: Any = PeftConfig.from_pretrained(str(path.parent))
         stored = safetensors.torch.load_file(path)
-    if settings.peft_type != "LORA":
-        raise SpecError(field, value, rule, f"has the peft type {settings.peft_type.value}")
 
     layers = {canonical(name): name for name, _ in model.named_modules()}
     parameters = {canonical(name): parameter for name, parameter in model.named_parameters()}

@@ -6,6 +6,7 @@ prompt. `families` declares the families, which the checkpoint selects.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -149,7 +150,7 @@ class ColPali(SequenceEncoder[PageSpec]):
         if family.library == "transformers":
             model = load_model(spec, TRANSFORMERS[settings.model_type], device_map)
         else:
-            model = _load_engine_model(spec, settings, device_map)
+            model = _load_engine_model(spec, settings, family.title, device_map)
         if spec.projection:
             name = projection_name(model)
             old: Any = model.get_submodule(name)
@@ -209,9 +210,12 @@ class ColPali(SequenceEncoder[PageSpec]):
 
 
 def projected(
-    backbone: type[PreTrainedModel], settings_class: type[PretrainedConfig], width: int
+    title: str, backbone: type[PreTrainedModel], settings_class: type[PretrainedConfig], width: int
 ) -> type[PreTrainedModel]:
-    """Returns the class of a backbone with a projection, as colpali-engine names and saves it."""
+    """Returns the class of a backbone with a projection, as colpali-engine names and saves it.
+
+    `title` is that of the family.
+    """
 
     class Projected(backbone):  # type: ignore[valid-type, misc]
         """Vision-language model with a projection of its last hidden states."""
@@ -229,12 +233,12 @@ def projected(
             states_BLH = super().forward(*args, **inputs).last_hidden_state
             return ModelOutput(embeddings=self.custom_text_proj(states_BLH))
 
-    Projected.__name__ = Projected.__qualname__ = f"Projected{backbone.__name__}"
+    Projected.__name__ = Projected.__qualname__ = re.sub(r"\W", "_", title)
     return Projected
 
 
 def _load_engine_model(
-    spec: PageSpec, settings: PretrainedConfig, device_map: str | None
+    spec: PageSpec, settings: PretrainedConfig, title: str, device_map: str | None
 ) -> PreTrainedModel:
     # The width is that of the weights, because few checkpoints record it.
     folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
@@ -244,9 +248,8 @@ def _load_engine_model(
         check_checkpoint(spec, *FAMILIES, has_projection=True)
     width, _ = shapes[cast(str, name)]
     backbone: Any = MODEL_MAPPING[type(settings)]
-    model: Any = load_model(
-        spec, projected(backbone, type(settings), width), device_map, renamed=ENGINE_NAMES
-    )
+    model_class = projected(title, backbone, type(settings), width)
+    model: Any = load_model(spec, model_class, device_map, renamed=ENGINE_NAMES)
     model._weight_conversions = []  # saving would try to restore the former names
     return model
 

@@ -168,7 +168,7 @@ def checkpoint_folder(spec: Checkpoint, files: Iterable[str]) -> Path:
             "an adapter whose base model can be loaded",
             (f"; pass the base model as model and {spec.model} as adapter"),
         )
-        problem = f"whose base_model_name_or_path {model!r} {error.problem}"
+        problem = f"names the base model {model!r}, which {error.problem}"
         raise SpecError("model", spec.model, rule, problem, note) from None
 
 
@@ -195,10 +195,17 @@ def adapter_folder(field: str, adapter: str, revision: str | None, files: Sequen
     # The weights are checked because peft falls back to pickled ones. Those of a hub adapter may
     # not have been downloaded yet.
     has_weights = Path(adapter).is_dir() or set(WEIGHTS) <= set(files)
+    rule = "a LoRA adapter in the format of peft (pickled weights are not loaded)"
     for name in (ADAPTER_SETTINGS, *[ADAPTER_WEIGHTS] * has_weights):
         if not (folder / name).is_file():
-            rule = "a LoRA adapter in the format of peft (pickled weights are not loaded)"
             raise SpecError(field, adapter, rule, *missing_file(adapter, folder, name))
+    try:
+        settings = load_json(folder / ADAPTER_SETTINGS, adapter)
+    except SpecError as error:
+        raise error.at(field) from None
+    kind = settings.get("peft_type") if isinstance(settings, dict) else None
+    if kind != "LORA":
+        raise SpecError(field, adapter, rule, f"has the peft type {kind}")
     if has_weights:
         check_safetensors(adapter, folder, field)
     return folder
@@ -245,10 +252,7 @@ def _resolve(spec: Checkpoint) -> _Parts:
 
 def _check_base(spec: Checkpoint, folder: Path) -> None:
     """Checks that `adapter`, in a folder, was trained on `model`, if the names can be compared."""
-    try:
-        settings = load_json(folder / ADAPTER_SETTINGS, str(spec.adapter))
-    except SpecError as error:
-        raise error.at("adapter") from None
+    settings = load_json(folder / ADAPTER_SETTINGS, str(spec.adapter))
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if not isinstance(base, str) or Path(base).is_dir() != Path(spec.model).is_dir():
         return

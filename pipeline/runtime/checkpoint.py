@@ -123,8 +123,9 @@ def check_folder(model: str, folder: Path, field: str = "model") -> None:
     if (folder / OPEN_CLIP_CONFIG).is_file():
         problem = "is a checkpoint of OpenCLIP"
         raise SpecError(field, model, FOLDER_RULE, problem, conversion_note(model))
-    if not any(folder.iterdir()) or any(folder.glob("*/config.json")):
-        raise SpecError(field, model, FOLDER_RULE, *missing_file(model, folder, "config.json"))
+    for name in ("config.json", "adapter_config.json"):
+        if not any(folder.iterdir()) or any(folder.glob(f"*/{name}")):
+            raise SpecError(field, model, FOLDER_RULE, *missing_file(model, folder, name))
 
 
 def check_pointers(model: str, folder: Path, field: str = "model") -> None:

@@ -245,6 +245,27 @@ def test_model_can_be_an_adapter(checkpoint, adapter):
     assert torch.equal(batch.vectors, other.vectors)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peft_type": "IA3"}, "has the peft type IA3"),
+        ({"peft_type": None}, "has the peft type None"),
+        ({"base_model_name_or_path": "/nowhere"}, "names the base model '/nowhere', which is not"),
+    ],
+)
+def test_check_rejects_adapters_before_weights_are_loaded(adapter, settings, message):
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    error = check_error(resolve(adapter))
+    assert error.field == "model" and message in str(error)
+
+
+def test_names_the_folder_of_an_adapter_one_level_down(adapter, tmp_path):
+    (tmp_path / "run").mkdir()
+    adapter.rename(tmp_path / "run/checkpoint-10")
+    assert f"use {tmp_path}/run/checkpoint-10" in str(check_error(resolve(tmp_path / "run")))
+
+
 def test_rejects_adapter_of_a_missing_base(adapter):
     path = adapter / "adapter_config.json"
     settings = json.loads(path.read_text())

@@ -85,9 +85,9 @@ CASES = {
         "beir",
         ["document_length=60", "custom_template=true"],
     ),
-    "vidore": (pages, "qwen2_5_vl", "vidore", ["max_pixels=4096"]),
+    "vidore": (pages, "qwen2_5_vl", "vidore", ["max_pixels=4096", "min_pixels=64"]),
     "msrvtt": (videos, "qwen2_5_vl", "msrvtt", ["max_pixels=1024", "min_pixels=64"]),
-    "multivent": (events, "qwen2_5_omni", "multivent", ["max_pixels=1024"]),
+    "multivent": (events, "qwen2_5_omni", "multivent", ["max_pixels=1024", "min_pixels=64"]),
 }
 METHODS = ["full", "seqresize", "memtok", "agc"]
 #: Number of runs of each spec on generated data.

@@ -50,9 +50,8 @@ def colpali(folder):
 
 def coco(folder):
     """Four photographs with a caption each, three of them to train on."""
-    (folder / "karpathy").mkdir(parents=True)
-    write_karpathy(folder / "karpathy").rename(folder / "karpathy/dataset_coco.json")
-    (folder / "coco").mkdir()
+    (folder / "coco").mkdir(parents=True)
+    write_karpathy(folder / "coco").rename(folder / "coco/dataset_coco.json")
     (folder / "coco/images").symlink_to(IMAGES)
 
 

@@ -317,7 +317,9 @@ def _check_projection(
     found = projection_names(names)
     if has_projection and "weight" not in found:
         rule = f"a {family.title} with a projection"
-        note = "; the encoders qwen_vl and qwen_omni read models of Qwen without one"
+        note = ""
+        if "Qwen" in family.title:
+            note = "; the encoders qwen_vl and qwen_omni read models of Qwen without one"
         raise SpecError("model", spec.model, rule, "has no weights of one", note)
     if found and not has_projection:
         problem = f"has weights {found.get('weight', min(found.values()))}"

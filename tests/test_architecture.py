@@ -74,7 +74,7 @@ UNMIRRORED = {
     "cluster": "draining image operations ports submission",
     "codecs": "contract cuda",
     "compression": "contract cuda",
-    "encoders": "col_qwen3 contract cuda omni_col_press",
+    "encoders": "contract cuda",
     "peers": "vectors",
     "specs": "encoders",
     "tables": "sources",

@@ -16,6 +16,7 @@ from pipeline import extras
 from pipeline.config import SpecError, reading
 from pipeline.runtime.checkpoint import LOAD_ERRORS
 
+#: Prefix of peft's names of weights.
 PREFIX = "base_model.model."
 
 
@@ -60,19 +61,21 @@ def merge_adapter(model: PreTrainedModel, path: Path, field: str, value: str) ->
     layers = {canonical(name): name for name, _ in model.named_modules()}
     parameters = {canonical(name): parameter for name, parameter in model.named_parameters()}
     matrices: dict[str, torch.Tensor] = {}
-    replaced: dict[str, torch.Tensor] = {}  # whole layers and biases that were trained
-    adapted = set()
+    replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # whole layers and biases
+    adapted: set[str] = set()
     for key, tensor in stored.items():
         # Some checkpoints keep the name of the adapter.
         name = key.removeprefix(PREFIX).replace(".default.", ".")
         layer, is_matrix, matrix = name.partition(".lora_")
-        if (canonical(layer) not in layers) if is_matrix else (canonical(name) not in parameters):
+        known: dict[str, Any] = layers if is_matrix else parameters
+        found = known.get(canonical(layer))
+        if found is None:
             raise SpecError(field, value, rule, f"has weights of an unknown layer: {key}")
         if is_matrix:
-            adapted.add(layers[canonical(layer)])
-            matrices[f"{PREFIX}{layers[canonical(layer)]}.lora_{matrix}"] = tensor
+            adapted.add(found)
+            matrices[f"{PREFIX}{found}.lora_{matrix}"] = tensor
         else:
-            replaced[canonical(name)] = tensor
+            replaced.append((found, tensor))
     if missing := _missing_layer(model, settings, adapted):
         raise SpecError(field, value, rule, f"has no weights of the layer {missing}")
 
@@ -82,11 +85,11 @@ def merge_adapter(model: PreTrainedModel, path: Path, field: str, value: str) ->
         for name in [name for name in pattern if canonical(name) in layers]:
             pattern[layers[canonical(name)]] = pattern.pop(name)
     with reading(field, value, rule, *errors), torch.no_grad():
-        for name, tensor in replaced.items():
-            parameters[name].copy_(tensor)
+        for parameter, tensor in replaced:
+            parameter.copy_(tensor)
         tuned = PeftModel(model, settings)
-        found: Any = set_peft_model_state_dict(tuned, matrices)
-    if missing := min((key for key in found.missing_keys if ".lora_" in key), default=None):
+        loaded: Any = set_peft_model_state_dict(tuned, matrices)
+    if missing := min((key for key in loaded.missing_keys if ".lora_" in key), default=None):
         raise SpecError(field, value, rule, f"has no weights {missing}")
     return tuned.merge_and_unload().requires_grad_(True)  # which peft freezes
 

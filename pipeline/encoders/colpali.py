@@ -36,7 +36,7 @@ from pipeline.encoders.loading import (
     load_linear,
     load_model,
     load_model_config,
-    weight_names,
+    weight_shapes,
 )
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.pages import PageReader, PageSpec, page_reader
@@ -103,14 +103,11 @@ class ColPali(SequenceEncoder[PageSpec]):
     @classmethod
     def check(cls, spec: PageSpec) -> None:
         """Checks the checkpoint, and the fields that only some families support."""
+        check_checkpoint(spec, *FAMILIES, has_projection=True)
         settings, family = _declared(spec)
-        rules = {
-            "min_pixels": family.media in ("grid", "omni"),
-            "max_pixels": family.media in ("grid", "omni"),
-            "positions": family.media in ("grid", "omni"),
-            "bidirectional": family.media in ("grid", "omni"),
-            "bidirectional_queries": family.title == "ColPali",
-        }
+        is_qwen = family.media in ("grid", "omni")
+        rules = dict.fromkeys(("min_pixels", "max_pixels", "positions", "bidirectional"), is_qwen)
+        rules["bidirectional_queries"] = family.title == "ColPali"
         for field, is_supported in rules.items():
             default = cls.Spec.model_fields[field].default
             is_valid = is_supported or getattr(spec, field) == default
@@ -242,7 +239,7 @@ def _load_engine_model(
 ) -> PreTrainedModel:
     # The width is that of the weights, because few checkpoints record it.
     folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
-    shapes = weight_names(folder, spec.model)
+    shapes = weight_shapes(folder, spec.model)
     name = projection_names(shapes).get("weight")
     if name is None:
         check_checkpoint(spec, *FAMILIES, has_projection=True)
@@ -263,7 +260,6 @@ def projection_name(model: torch.nn.Module) -> str:
 def _declared(spec: PageSpec) -> tuple[PretrainedConfig, Family]:
     """Returns the settings of the vision-language model of a checkpoint, and its family."""
     settings = load_model_config(spec.model, checkpoint_folder(spec, SETTINGS))
-    family = FAMILIES.get(settings.model_type)
-    check_checkpoint(spec, *FAMILIES, has_projection=True)
-    assert family is not None
-    return getattr(settings, "vlm_config", settings), family
+    if settings.model_type not in FAMILIES:
+        check_checkpoint(spec, *FAMILIES)  # raises an error that lists the types
+    return getattr(settings, "vlm_config", settings), FAMILIES[settings.model_type]

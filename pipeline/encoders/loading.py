@@ -294,7 +294,7 @@ def check_checkpoint(
     if Path(model).is_dir():
         check_safetensors(model, folder)
         if family := FAMILIES.get(settings.model_type):
-            _check_projection(spec, weight_names(folder, spec.model), family, has_projection)
+            _check_projection(spec, weight_shapes(folder, spec.model), family, has_projection)
     adapters = adapter_folders(spec, [ADAPTER_SETTINGS])
     if spec.adapter and len(adapters) == 1:
         _check_base(spec, adapters[0])
@@ -327,14 +327,12 @@ def _check_projection(
         raise SpecError("model", spec.model, "a model without a projection", problem, note)
 
 
-def weight_names(folder: Path, model: str) -> dict[str, tuple[int, ...]]:
+def weight_shapes(folder: Path, model: str) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the weights in the safetensors files of a folder, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        rule, problem = (
-            "a model with valid safetensors files",
-            f"has {path.name}, which cannot be loaded",
-        )
+        rule = "a model with valid safetensors files"
+        problem = f"has {path.name}, which cannot be loaded"
         with (
             reading("model", model, rule, SafetensorError, problem=problem),
             safetensors.safe_open(path, "pt") as file,

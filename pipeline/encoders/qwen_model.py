@@ -60,7 +60,7 @@ def positioned(
     in time, row and column, or "1d", consecutive.
     """
     grids = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    types, seconds = inputs.pop("mm_token_type_ids"), inputs.get("second_per_grid_ts")
+    types = inputs.pop("mm_token_type_ids")
     if kind == "1d":
         consecutive_BL = inputs["attention_mask"].cumsum(dim=1).sub(1).clamp_min(0)
         positions = consecutive_BL.expand(3, -1, -1)
@@ -71,6 +71,5 @@ def positioned(
             attention_mask=inputs["attention_mask"],
             **{name: inputs[name] for name in grids if name in inputs},
         )
-    if seconds is not None:
-        inputs.pop("second_per_grid_ts")  # only used by get_rope_index
+    inputs.pop("second_per_grid_ts", None)  # only used by get_rope_index
     return {**inputs, "position_ids": positions}

@@ -12,10 +12,8 @@ from pydantic import Field, field_validator
 
 from pipeline import config, extras
 from pipeline.config import SpecError, reading
+from pipeline.encoders.adapters import PREFIX
 from pipeline.encoders.loading import ADAPTER_WEIGHTS
-
-#: Prefix of peft's names of weights.
-PREFIX = "base_model.model."
 
 
 class Lora(config.Spec):

@@ -1,5 +1,6 @@
-"""Runs the tables of the papers, and studies of their methods.
+"""Runs the tables of the papers, downloads their data, and runs studies of their methods.
 
+    python -m examples.papers get [PAPER [TABLE] | NAME...]
     python -m examples.papers run PAPER TABLE [--miniature | --check]
     python -m examples.papers study SPEC
     python -m examples.papers positions SPEC
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 
 import jobs
 
-VERBS = ("run", "study", "positions", "binding", "shapes")
+VERBS = ("get", "run", "study", "positions", "binding", "shapes")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -223,7 +223,11 @@ def _create(name: str) -> AbsTaskRetrieval:
         note = f"; did you mean {similar[1]!r}?" if similar else ""
         raise SpecError("task", name, rule, note=note) from None
     if not isinstance(task, AbsTaskRetrieval):
-        raise SpecError("task", name, rule, f"has the type {task.metadata.type}")
+        problem, note = f"has the type {task.metadata.type}", ""
+        if task.is_aggregate:
+            names = ", ".join(part.metadata.name for part in task.metadata.tasks)
+            problem, note = "is a mean over tasks", f"; evaluate each of them: {names}"
+        raise SpecError("task", name, rule, problem, note)
     return task
 
 

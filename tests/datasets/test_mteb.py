@@ -175,6 +175,8 @@ def test_errors_are_one_sentence(snapshots, tmp_path):
         "task must be the name of a retrieval task of mteb, got 'SciFacts'; did you mean 'SciFact"
     )
     assert "which has the type STS" in message("STS12")
+    mean = message("CQADupstackRetrieval")
+    assert "which is a mean over tasks; evaluate each of them: CQADupstackAndroidRetriev" in mean
     assert "subset must be one of french, spanish, english" in message("Vidore3HrRetrieval")
     wrong = message("Vidore3HrRetrieval", subset="englisch")
     assert wrong.endswith("got 'englisch'; did you mean 'english'?")

@@ -30,12 +30,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.peers import remake
+from tests.tiny import checkpoints as tiny
 
 LIBRARIES = (
     *("colpali-engine", "transformers", "peft", "torch", "tokenizers", "sentence-transformers"),
     "pylate",
 )
-CORPUS = Path(__file__).parents[2] / "jobs/data/cranfield/corpus.jsonl"
 #: Files that libraries write and no library reads.
 IGNORED = ("README.md", ".gitattributes")
 Vectors = dict[str, np.ndarray]
@@ -164,28 +164,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def tokenizer(*special: str, pad: str, eos: str, bos: str | None = None, **more: Any):
+def tokenizer(*special: str, **options: Any):
     """Trains a byte-level tokenizer that knows the words of the prompts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    lines = CORPUS.read_text("utf-8").splitlines()[:50]
-    texts = [*(json.loads(line)["text"] for line in lines), *[PROMPTS] * 300]
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    roles = [value for key, value in more.items() if key.endswith("_token")]
-    names = list(dict.fromkeys([pad, eos, *([bos] if bos else []), *special, *roles]))
-    trainer = trainers.BpeTrainer(
-        vocab_size=512 + len(names),
-        special_tokens=names,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=pad, eos_token=eos, bos_token=bos, **more
-    )
+    return tiny.tokenizer(*special, texts=[*tiny.abstracts(50), *[PROMPTS] * 300], **options)
 
 
 #: Words that become tokens of their own, so that sequences are short.
@@ -419,35 +400,9 @@ def qwen_images():
 
 
 def qwen_config(config_class: Any, words, text: dict, vision: dict) -> Any:
-    ids = words.convert_tokens_to_ids
-    return config_class(
-        text_config={
-            "vocab_size": len(words),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "pad_token_id": words.pad_token_id,
-            "bos_token_id": None,
-            "eos_token_id": words.eos_token_id,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
-            **text,
-        },
-        vision_config={
-            "depth": 2,
-            "num_heads": 2,
-            "patch_size": 8,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            **vision,
-        },
-        image_token_id=ids("<|image_pad|>"),
-        video_token_id=ids("<|video_pad|>"),
-        vision_start_token_id=ids("<|vision_start|>"),
-        vision_end_token_id=ids("<|vision_end|>"),
-    )
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+    text = {"num_hidden_layers": 2, "rope_parameters": rope, **text}
+    return tiny.qwen_settings(config_class, words, text, {"patch_size": 8, **vision})
 
 
 def qwen2_config(words, **vision: Any) -> Any:
@@ -457,40 +412,16 @@ def qwen2_config(words, **vision: Any) -> Any:
     return qwen_config(Qwen2VLConfig, words, {}, vision)
 
 
-QWEN2_5_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "out_hidden_size": 32,
-    "window_size": 32,
-    "fullatt_block_indexes": [1],
-    "tokens_per_second": 4,
-}
-
-
 def qwen2_5_config(words) -> Any:
     from transformers import Qwen2_5_VLConfig
 
-    return qwen_config(Qwen2_5_VLConfig, words, {}, QWEN2_5_VISION)
+    return qwen_config(Qwen2_5_VLConfig, words, {}, {**tiny.QWEN2_5_VISION, "window_size": 32})
 
 
 def qwen3_config(words, **more: Any) -> Any:
     from transformers import Qwen3VLConfig
 
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 500000.0,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
-    }
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-        **more,
-    }
-    return qwen_config(Qwen3VLConfig, words, {"head_dim": 8, "rope_parameters": rope}, vision)
+    return qwen_config(Qwen3VLConfig, words, tiny.QWEN3_TEXT, {**tiny.QWEN3_VISION, **more})
 
 
 def qwen_processor(processor_class: Any, words, images) -> Any:
@@ -530,17 +461,7 @@ def colpali(current: Family) -> None:
             "max_position_embeddings": 512,
             "pad_token_id": words.pad_token_id,
         },
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 32,
-            "patch_size": 8,
-            "projection_dim": 32,
-            "vision_use_head": False,
-        },
+        vision_config={**tiny.SIGLIP, "projection_dim": 32, "vision_use_head": False},
         image_token_id=processor.image_token_id,
         projection_dim=32,
         hidden_size=32,
@@ -819,16 +740,7 @@ def colgemma3(current: Family) -> None:
             "layer_types": ["sliding_attention", "full_attention"],
             "pad_token_id": words.pad_token_id,
         },
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 32,
-            "patch_size": 8,
-            "vision_use_head": False,
-        },
+        vision_config={**tiny.SIGLIP, "vision_use_head": False},
         mm_tokens_per_image=4,
         boi_token_index=ids("<start_of_image>"),
         eoi_token_index=ids("<end_of_image>"),
@@ -875,15 +787,7 @@ def modernvbert(processor_class: Any) -> tuple[Any, Any, Any]:
             "global_attn_every_n_layers": 2,
             "pad_token_id": words.pad_token_id,
         },
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 32,
-            "patch_size": 8,
-        },
+        vision_config=tiny.SIGLIP,
         image_token_id=words.convert_tokens_to_ids("<image>"),
         pixel_shuffle_factor=2,
     )
@@ -1006,52 +910,9 @@ OMNI_SYSTEM = (
 
 
 def omni_config(words) -> Any:
-    from transformers import Qwen2_5OmniThinkerConfig
-
-    ids = words.convert_tokens_to_ids
-    return Qwen2_5OmniThinkerConfig(
-        text_config={
-            "vocab_size": len(words),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "pad_token_id": words.pad_token_id,
-            "rope_parameters": {
-                "rope_type": "default",
-                "mrope_section": [1, 1, 2],
-                "rope_theta": 1e6,
-            },
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "patch_size": 8,
-            "window_size": 32,
-            "out_hidden_size": 32,
-            "fullatt_block_indexes": [1],
-        },
-        audio_config={
-            "num_mel_bins": 16,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 64,
-            "d_model": 32,
-            "output_dim": 32,
-            "n_window": 50,
-        },
-        audio_token_index=ids("<|AUDIO|>"),
-        image_token_index=ids("<|IMAGE|>"),
-        video_token_index=ids("<|VIDEO|>"),
-        audio_start_token_id=ids("<|audio_bos|>"),
-        audio_end_token_id=ids("<|audio_eos|>"),
-        vision_start_token_id=ids("<|vision_bos|>"),
-        vision_end_token_id=ids("<|vision_eos|>"),
-    )
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}
+    text = {"num_hidden_layers": 2, "rope_parameters": rope}
+    return tiny.omni_settings(words, text, {"patch_size": 8, "window_size": 32})
 
 
 # Single-vector models on Qwen-VL, by the steps of their published code

@@ -75,8 +75,8 @@ def native(name: str) -> Peer:
 LATE = Peer("sentence-transformers", "sentence_transformers", "MultiVectorEncoder")
 #: Classes by hub name.
 PEERS = {
-    "vidore/colpali-v1.2": engine("ColPali"),
-    "vidore/colpali-v1.3": engine("ColPali"),
+    "vidore/colpali-v1.2": engine("ColPali", prefix="Query: "),
+    "vidore/colpali-v1.3": engine("ColPali", prefix="Query: "),
     "vidore/colpali-v1.3-hf": native("ColPali"),
     "vidore/colqwen2-v1.0": engine("ColQwen2", prefix="Query: "),
     "vidore/colqwen2-v1.0-hf": native("ColQwen2"),

@@ -27,20 +27,33 @@ SIGLIP = {
 }
 
 
-def tokenizer(*special: str, pad: str, eos: str, bos: str | None = None, **more: str):
-    """Trains a byte-level tokenizer with a few hundred tokens on abstracts."""
-    lines = (CRANFIELD / "corpus.jsonl").read_text("utf-8").splitlines()[:200]
+def abstracts(number: int = 200) -> list[str]:
+    """Returns texts on which tokenizers are trained."""
+    lines = (CRANFIELD / "corpus.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line)["text"] for line in lines[:number]]
+
+
+def tokenizer(
+    *special: str,
+    pad: str,
+    eos: str,
+    bos: str | None = None,
+    texts: list[str] | None = None,
+    **more: Any,
+):
+    """Trains a byte-level tokenizer with a few hundred tokens, by default on abstracts."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    names = list(dict.fromkeys([pad, eos, *([bos] if bos else []), *special, *more.values()]))
+    roles = [value for key, value in more.items() if key.endswith("_token")]
+    names = list(dict.fromkeys([pad, eos, *([bos] if bos else []), *special, *roles]))
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=512 + len(names) if texts else VOCABULARY,
         special_tokens=names,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator((json.loads(line)["text"] for line in lines), trainer)
+    backend.train_from_iterator(texts or abstracts(), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=pad, eos_token=eos, bos_token=bos, **more
     )
@@ -425,7 +438,8 @@ def qwen_files():
     return words, images
 
 
-def _qwen_settings(config_class: type, words, text: dict, vision: dict, **more):
+def qwen_settings(config_class: Any, words, text: dict, vision: dict, **more: Any) -> Any:
+    """Returns the settings of a Qwen-VL."""
     return config_class(
         text_config={
             "vocab_size": len(words),
@@ -463,23 +477,26 @@ def qwen2_vl(folder: Path) -> Path:
     words, images = qwen_files()
     rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
     vision = {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
-    settings = _qwen_settings(Qwen2VLConfig, words, rope, vision)
+    settings = qwen_settings(Qwen2VLConfig, words, rope, vision)
     return save(folder, Qwen2VLForConditionalGeneration, settings, words, images)
+
+
+#: Settings of the vision tower of Qwen2.5-VL.
+QWEN2_5_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "out_hidden_size": 32,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+    "tokens_per_second": 4,
+}
 
 
 def _qwen2_5_settings(words, **more):
     from transformers import Qwen2_5_VLConfig
 
     rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "out_hidden_size": 32,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-        "tokens_per_second": 4,
-    }
-    return _qwen_settings(Qwen2_5_VLConfig, words, rope, vision, **more)
+    return qwen_settings(Qwen2_5_VLConfig, words, rope, QWEN2_5_VISION, **more)
 
 
 def qwen2_5_vl(folder: Path) -> Path:
@@ -491,59 +508,51 @@ def qwen2_5_vl(folder: Path) -> Path:
     return save(folder, Qwen2_5_VLForConditionalGeneration, settings, words, images)
 
 
+#: Settings of the two towers of Qwen3-VL.
+QWEN3_TEXT = {
+    "head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500000.0,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+QWEN3_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+
+
 def qwen3_vl(folder: Path) -> Path:
     """Writes a Qwen3-VL, which adds features of the vision tower between layers."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     words, images = qwen_files()
-    text = {
-        "head_dim": 8,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 500000.0,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    }
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }
-    settings = _qwen_settings(Qwen3VLConfig, words, text, vision)
+    settings = qwen_settings(Qwen3VLConfig, words, QWEN3_TEXT, QWEN3_VISION)
     return save(folder, Qwen3VLForConditionalGeneration, settings, words, images)
 
 
-def qwen2_5_omni(folder: Path) -> Path:
-    """Writes the thinker of a Qwen2.5-Omni with an audio tower for up to 6 s."""
-    from transformers import (
-        Qwen2_5OmniThinkerConfig,
-        Qwen2_5OmniThinkerForConditionalGeneration,
-        WhisperFeatureExtractor,
-    )
+def omni_settings(words, text: dict, vision: dict) -> Any:
+    """Returns the settings of the thinker of a Qwen2.5-Omni."""
+    from transformers import Qwen2_5OmniThinkerConfig
 
-    words = tokenizer(
-        *("<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
-        *("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>"),
-        pad="<|endoftext|>",
-        eos="<|im_end|>",
-    )
-    _, images = qwen_files()
-    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=6, return_attention_mask=True)
     ids = words.convert_tokens_to_ids
     vision_tokens: dict[str, Any] = {  # no arguments of the class
         "vision_start_token_id": ids("<|vision_bos|>"),
         "vision_end_token_id": ids("<|vision_eos|>"),
     }
-    settings = Qwen2_5OmniThinkerConfig(
+    return Qwen2_5OmniThinkerConfig(
         text_config={
             **small_text_config(words),
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 512,
             "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+            **text,
         },
         vision_config={
             "depth": 2,
@@ -554,6 +563,7 @@ def qwen2_5_omni(folder: Path) -> Path:
             "window_size": 16,
             "out_hidden_size": 32,
             "fullatt_block_indexes": [1],
+            **vision,
         },
         audio_config={
             "num_mel_bins": 16,
@@ -571,7 +581,21 @@ def qwen2_5_omni(folder: Path) -> Path:
         audio_end_token_id=ids("<|audio_eos|>"),
         **vision_tokens,
     )
-    save(folder, Qwen2_5OmniThinkerForConditionalGeneration, settings, words)
+
+
+def qwen2_5_omni(folder: Path) -> Path:
+    """Writes the thinker of a Qwen2.5-Omni with an audio tower for up to 6 s."""
+    from transformers import Qwen2_5OmniThinkerForConditionalGeneration, WhisperFeatureExtractor
+
+    words = tokenizer(
+        *("<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+        *("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>"),
+        pad="<|endoftext|>",
+        eos="<|im_end|>",
+    )
+    _, images = qwen_files()
+    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=6, return_attention_mask=True)
+    save(folder, Qwen2_5OmniThinkerForConditionalGeneration, omni_settings(words, {}, {}), words)
     # Published checkpoints also have both in one file.
     both = {**extractor.to_dict(), **images.to_dict(), "processor_class": "Qwen2_5OmniProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(both), "utf-8")

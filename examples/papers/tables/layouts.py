@@ -18,18 +18,19 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from PIL import Image
 
+from examples.papers.synthetic.binding_data import evaluation_pairs
+from examples.papers.synthetic.binding_files import write_collection
 from tests.datasets import csv_text, imagecode, small_video, sound, write_files
 from tests.media import make_tar
-from tests.tiny.checkpoints import CRANFIELD
+from tests.tiny.checkpoints import CRANFIELD, blip
 
 PHOTOS = CRANFIELD.parent / "photos"
 #: Type of a column of images in Parquet files of the Hugging Face hub.
 IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 NUM_IMAGES, NUM_CAPTIONS, NUM_QUERIES = 16, 5, 8
-#: Words per caption, because untrained text towers read 16 tokens.
-NUM_WORDS = 3
 
 
 class Photo(NamedTuple):
@@ -46,8 +47,7 @@ def _photos() -> list[Photo]:
     data = json.loads((PHOTOS / "captions.json").read_text("utf-8"))
     captions: dict[int, list[str]] = {}
     for row in data["annotations"]:
-        text = " ".join(row["caption"].split()[:NUM_WORDS])
-        captions.setdefault(row["image_id"], []).append(text)
+        captions.setdefault(row["image_id"], []).append(row["caption"])
     found = []
     for image in sorted(data["images"], key=lambda image: image["file_name"])[:NUM_IMAGES]:
         content = (PHOTOS / "images" / image["file_name"]).read_bytes()
@@ -148,7 +148,10 @@ def ms_marco() -> dict[str, bytes]:
         pairs.append(
             {"query": text, "document_id": document, "negatives": negatives, "scores": scores}
         )
-    documents = ({"document_id": name, "text": row["text"]} for name, row in texts.items())
+    used = {name for pair in pairs for name in (pair["document_id"], *pair["negatives"])}
+    documents = (
+        {"document_id": name, "text": texts[name]["text"]} for name in texts if name in used
+    )
     return {"ms_marco/train.jsonl": _lines(pairs), "ms_marco/documents.jsonl": _lines(documents)}
 
 
@@ -311,7 +314,7 @@ def coco() -> dict[str, bytes]:
 
 
 def edje_pretraining() -> dict[str, bytes]:
-    """Returns archives as img2dataset writes them, with tables and statistics beside them."""
+    """Returns archives of the hub, and one of img2dataset with a table and statistics beside it."""
 
     def archive(numbers: Iterable[int]) -> bytes:
         members = []
@@ -323,12 +326,13 @@ def edje_pretraining() -> dict[str, bytes]:
             members.append((f"{key}.txt", caption.encode()))
         return make_tar(members)
 
-    files = {}
-    for folder, numbers in (("pretraining", range(10)), ("validation", range(10, 14))):
-        files[f"edje/{folder}/00000.tar"] = archive(numbers)
-        files[f"edje/{folder}/00000.parquet"] = _parquet([{"key": "0", "status": "success"}])
-        files[f"edje/{folder}/00000_stats.json"] = _json({"successes": len(numbers)})
-    return files
+    return {
+        "edje/pretraining/cc3m/cc3m-train-0000.tar": archive(range(6)),
+        "edje/pretraining/cc12m/cc12m-train-0000.tar": archive(range(6, 10)),
+        "edje/pretraining/00000.tar": archive(range(10, 14)),
+        "edje/pretraining/00000.parquet": _parquet([{"key": "0", "status": "success"}]),
+        "edje/pretraining/00000_stats.json": _json({"successes": 4}),
+    }
 
 
 def imagecode_mteb() -> dict[str, bytes]:
@@ -468,6 +472,15 @@ def mmeb_image() -> dict[str, bytes]:
     return {name.replace("//", "/"): content for name, content in files.items()}
 
 
+@functools.cache
+def _frame(number: int) -> bytes:
+    """Returns a photo with the size of the frames of a video."""
+    stream = io.BytesIO()
+    photo = Image.open(io.BytesIO(_photos()[number % NUM_IMAGES].content))
+    photo.resize((160, 120)).save(stream, "JPEG")
+    return stream.getvalue()
+
+
 def mmeb_video() -> dict[str, bytes]:
     """Returns the video retrieval tasks of MMEB-V2, with a folder of frames per video."""
     files: dict[str, bytes] = {}
@@ -477,11 +490,22 @@ def mmeb_video() -> dict[str, bytes]:
             video = f"video{number}"
             for frame in range(10):
                 name = f"mmeb/video-tasks/frames/video_ret/{task}/{video}/frame_{frame}.jpg"
-                files[name] = _photos()[(number + frame) % NUM_IMAGES].content
+                files[name] = _frame(number + frame)
             caption = f"{_photos()[number].captions[0]} {number}"
-            rows.append({"video_id": video, "video": f"{video}.mp4", "caption": caption})
+            rows.append({"video_id": video, "caption": caption})
         files[f"mmeb/video/{task}/test-00000-of-00001.parquet"] = _parquet(rows)
     return files
+
+
+def seeded(write: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Returns a function that writes a checkpoint whose weights do not depend on earlier calls."""
+
+    def write_seeded(folder: Path) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            write(folder)
+
+    return write_seeded
 
 
 def writers(data_sets: Iterable[str]) -> dict[str, Callable[[Path], Any]]:
@@ -504,7 +528,12 @@ def writers(data_sets: Iterable[str]) -> dict[str, Callable[[Path], Any]]:
             folder = f"vidore_{version}/{member}"
             functions[name] = functools.partial(vidore, folder, int(version.removeprefix("v")))
     found = {name: functools.partial(_write, function) for name, function in functions.items()}
-    return {**found, "imagecode": lambda folder: imagecode(folder / "imagecode")}
+    return {
+        **found,
+        "imagecode": lambda folder: imagecode(folder / "imagecode"),
+        "binding": lambda folder: write_collection(folder / "binding", evaluation_pairs(2)),
+        "blip_l16": lambda folder: seeded(blip)(folder / "checkpoints/blip-itm-large-coco"),
+    }
 
 
 def _write(files: Callable[[], dict[str, bytes]], folder: Path) -> None:

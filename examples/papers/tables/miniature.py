@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from examples.papers.tables import layouts
 from examples.papers.tables.plan import MINIATURE
 from examples.papers.tables.spec import DataSet
 from pipeline.config import SpecError
+from tests.peers import remake
 from tests.tiny import checkpoints
 from tests.tiny import untrained as tiny
 
@@ -23,12 +23,12 @@ MODELS = "models"
 SIZES = {
     # An untrained model of the same family, computed on a CPU.
     *("model", "dtype", "precision", "fsdp", "activation_checkpointing", "rank", "hidden"),
-    "adapter_dim",
+    *("adapter_dim", "device"),
     # Steps and batches.
     *("batch_size", "mini_batch_size", "gradient_accumulation_steps", "epochs", "max_steps"),
     "eval_every",
     # Numbers of rows, which the specs of tables check against those of the published data sets.
-    *("num_documents", "num_queries"),
+    *("num_documents", "num_queries", "num_items"),
     # Lengths of documents, which small models with few positions limit.
     *("min_pixels", "max_pixels", "num_frames", "max_frames", "max_audio_seconds"),
     *("document_length", "query_length", "max_text_tokens"),
@@ -70,19 +70,12 @@ def _names(value: Any, prefix: str) -> Iterator[str]:
 def _generator(name: str) -> Callable[[Path], Any]:
     generators: dict[str, Callable[[Path], Any]] = {
         f"{MODELS}/bert": tiny.bert,
-        **{f"{MODELS}/{family}": _seeded(write) for family, write in checkpoints.FAMILIES.items()},
+        f"{MODELS}/colqwen_omni": functools.partial(remake.checkpoint, "colqwen_omni"),
+        **{
+            f"{MODELS}/{family}": layouts.seeded(write)
+            for family, write in checkpoints.FAMILIES.items()
+        },
     }
     if name not in generators:
         raise SpecError.unknown_name(f"path below {MINIATURE}", name, generators)
     return generators[name]
-
-
-def _seeded(write: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Returns a function that writes a checkpoint whose weights do not depend on earlier calls."""
-
-    def write_seeded(folder: Path) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            write(folder)
-
-    return write_seeded

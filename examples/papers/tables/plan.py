@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from examples.papers.downloads.revisions import Revisions, is_cached
+from examples.papers.downloads.spec import load_checkpoints
 from examples.papers.tables.spec import SCORE, DataSet, Job, TableSpec, filled, step_job
 from pipeline import config
-from pipeline.config import SpecError
 
 #: Prefixes of paths in specs that are replaced by folders.
 DATA, OUTPUT, MINIATURE = "data/", "out/", "miniature/"
@@ -19,8 +19,12 @@ DATA, OUTPUT, MINIATURE = "data/", "out/", "miniature/"
 SHIPPED = ("jobs/", "examples/")
 #: Rows of an evaluation that are not representations.
 OTHER_ROWS = ("single_vector", "bm25", "edje", "blip")
+#: Command that obtains data sets and models.
+GET = "python -m examples.papers get"
 #: Prefix of a metric relative to that of the uncompressed representation.
 RELATIVE, FULL = "relative ", "full"
+#: Files of settings. A checkpoint has one of them.
+SETTINGS = ("config.json", "adapter_config.json", "open_clip_config.json")
 
 
 class Folders(NamedTuple):
@@ -57,6 +61,11 @@ class PlannedStep(NamedTuple):
     fields: dict[str, Any]
 
     @property
+    def output(self) -> str:
+        """Folder or index that the step writes."""
+        return self.fields.get("output") or self.fields["index"]
+
+    @property
     def key(self) -> str:
         """Text that is equal for equal steps."""
         return json.dumps([self.job, self.fields], sort_keys=True)
@@ -81,11 +90,13 @@ class Plan(NamedTuple):
 
 
 def plan(table: TableSpec, folders: Folders, miniature: bool) -> Plan:
-    """Returns the steps of a table."""
+    """Returns the steps of a table, with the commits of published checkpoints."""
     steps: dict[str, dict[str, PlannedStep]] = {name: {} for name in table.steps}
     scores: dict[str, set[str]] = {}  # by output folder
     cells: list[list[list[Cell]]] = []
     planned: dict[str, list[PlannedStep]] = {}
+    revisions = Revisions(folders.data)
+    checkpoints = load_checkpoints(Path(folders.root, "examples/papers"))
     for row in table.rows:
         of_row = []
         for column, number in zip(table.selections(), row.paper, strict=True):
@@ -96,7 +107,10 @@ def plan(table: TableSpec, folders: Folders, miniature: bool) -> Plan:
             for variables, selection in table.cells(row, column, miniature):
                 key = json.dumps(variables, sort_keys=True)
                 if key not in planned:
-                    planned[key] = list(steps_of(table, variables, folders, miniature))
+                    planned[key] = [
+                        step._replace(fields=revisions.pin(step.fields, checkpoints))
+                        for step in steps_of(table, variables, folders, miniature)
+                    ]
                 for step in planned[key]:
                     steps[step.name].setdefault(step.key, step)
                 output = planned[key][-1].fields["output"]
@@ -164,48 +178,34 @@ def required(table: TableSpec, miniature: bool) -> list[str]:
     return list(names)
 
 
-def missing(
-    steps: list[PlannedStep],
-    required: list[str],
-    data_sets: Mapping[str, DataSet],
-    folders: Folders,
-) -> list[str]:
-    """Returns one sentence per missing file, folder or model, which says where to obtain it."""
-    sentences = []
-    for name in required:
-        if name not in data_sets:
-            raise SpecError.unknown_name("requires", name, data_sets)
-        for file in data_sets[name].files:
-            path = Path(folders.data, file)
-            if not path.exists():
-                sentences.append(f"{path} is missing: {data_sets[name].origin}.")
-    for model in dict.fromkeys(model for step in steps for model in _models(step.fields)):
-        if not _has_model(model, folders.output):
-            command = f"hf download {model}"
-            sentences.append(f"the model {model} is missing: download it with `{command}`.")
-    return list(dict.fromkeys(sentences))
+def missing_files(data_set: DataSet, folders: Folders) -> list[str]:
+    """Returns the paths of the missing files and folders of a data set."""
+    paths = [f"{folders.data}/{file}" for file in data_set.files]
+    return [path for path in paths if not Path(path).exists()]
 
 
-def _models(value: Any) -> Iterator[str]:
+def checkpoints(steps: Iterable[PlannedStep], output: str) -> list[str]:
+    """Returns the names or folders of the models that steps read and none of them trains."""
+    made, given = f"{output}/", f"{output}/{MINIATURE}"
+    names = sorted(models(steps))
+    return [name for name in names if name.startswith(given) or not name.startswith(made)]
+
+
+def models(steps: Iterable[PlannedStep]) -> dict[str, str | None]:
+    """Returns the names or folders of the models of steps, with their commits."""
+    return dict(model for step in steps for model in _models(step.fields))
+
+
+def _models(value: Any) -> Iterator[tuple[str, str | None]]:
     if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if key == "model" and isinstance(inner, str):
-                yield inner
-            else:
-                yield from _models(inner)
-    elif isinstance(value, list):
+        if isinstance(model := value.get("model"), str):
+            yield model, value.get("revision")
+        value = list(value.values())
+    if isinstance(value, list):
         for inner in value:
             yield from _models(inner)
 
 
-def _has_model(model: str, output: str) -> bool:
-    """Returns True if a model is in a folder, in the cache of the hub, or trained by a step."""
-    if model.startswith(output) or Path(model).exists():
-        return True
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(model, "config.json"), str | os.PathLike)
-    except HFValidationError:  # a path that does not exist
-        return False
+def has_checkpoint(model: str, revision: str | None = None) -> bool:
+    """Returns True if a checkpoint is a folder, or in the cache of the hub."""
+    return Path(model).exists() or is_cached(model, revision)

@@ -6,16 +6,24 @@ import functools
 import json
 import math
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from examples.papers.tables.plan import Plan
-from examples.papers.tables.spec import MEASURE, TableSpec
-from examples.papers.tables.values import cell_value, read_evaluation
-from pipeline.eval.evaluation import versions
+from examples.papers.tables import figures, provenance
+from examples.papers.tables.figures import measured
+from examples.papers.tables.plan import Cell, Plan
+from examples.papers.tables.schedule import Scheduled
+from examples.papers.tables.spec import MEASURE, MEASURING, TableSpec
+from examples.papers.tables.values import (
+    EXPONENTIAL,
+    cell_interval,
+    cell_value,
+    other_gain_value,
+    read_evaluation,
+)
 from pipeline.eval.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
 from pipeline.runtime.atomic import write_atomic
 from pipeline.runtime.text import Table
@@ -41,47 +49,126 @@ class TableRow(NamedTuple):
     paper: list[float | None]
 
 
-def table_rows(table: TableSpec, plan: Plan) -> tuple[list[str], list[TableRow]]:
-    """Returns the titles of the columns and the rows of a table."""
-    read = functools.cache(read_evaluation)  # many cells are from the same evaluation
-    rows = [
-        TableRow(row.label, [cell_value(cell, table.percent, read) for cell in cells], row.paper)
-        for row, cells in zip(table.rows, plan.cells, strict=True)
-    ]
-    return table.column_titles(), rows
+class Number(NamedTuple):
+    """Our number in a cell.
+
+    Attributes:
+        interval: 95 % confidence interval over the queries, or None for other numbers than
+            means over queries.
+        other_gain: nDCG with the other gain of graded judgments, or None.
+    """
+
+    value: float | None = None
+    interval: tuple[float, float] | None = None
+    other_gain: float | None = None
+
+
+class Report:
+    """Files of a table, which are written again when a row is complete.
+
+    Args:
+        folder: Folder of the files.
+        data_sets: Names of the data sets of the table.
+        data: Data folder.
+    """
+
+    def __init__(
+        self,
+        table: TableSpec,
+        plan: Plan,
+        folder: str,
+        is_miniature: bool,
+        data_sets: Sequence[str],
+        data: str,
+    ):
+        self._table, self._plan, self._folder = table, plan, folder
+        self._is_miniature, self._data_sets, self._data = is_miniature, data_sets, data
+        self._known: dict[tuple[int, int], Number] = {}
+        self._num_complete = 0
+        self._read = functools.cache(read_evaluation)  # many cells are from the same evaluation
+
+    def update(self, steps: Sequence[Scheduled]) -> None:
+        """Writes the files if another row is complete."""
+        done = [s.step for s in steps if s.state == "done"]
+        finished = {step.output for step in done if step.job in MEASURING}
+        is_complete = [
+            finished.issuperset(origin.output for cell in cells for origin in cell)
+            for cells in self._plan.cells
+        ]
+        if sum(is_complete) > self._num_complete:
+            self._num_complete = sum(is_complete)
+            self.write(steps)
+
+    def write(self, steps: Sequence[Scheduled]) -> tuple[str, list[str]]:
+        """Writes the files with the numbers of the finished evaluations. See `write`."""
+        finished = {s.step.output for s in steps if s.state == "done"}
+        for i, cells in enumerate(self._plan.cells):
+            for j, cell in enumerate(cells):
+                if cell and finished.issuperset(origin.output for origin in cell):
+                    self._known[i, j] = self._known.get((i, j)) or self._number(cell)
+        numbers = [
+            [self._known.get((i, j), Number()) for j in range(len(cells))]
+            for i, cells in enumerate(self._plan.cells)
+        ]
+        rows = [
+            TableRow(row.label, [number.value for number in of_row], row.paper)
+            for row, of_row in zip(self._table.rows, numbers, strict=True)
+        ]
+        left = sum(s.state in ("left", "running") for s in steps)
+        problems = [f"Unfinished: {left} of {len(steps)} steps are left."] if left else []
+        problems += [f"Failed: {s.title}: {s.error}" for s in steps if s.state == "failed"]
+        problems += [f"Skipped: {s.title}: {s.error}" for s in steps if s.state == "skipped"]
+        origin = provenance.provenance(steps, self._data_sets, self._data)
+        return write(self._table, rows, numbers, self._folder, self._is_miniature, origin, problems)
+
+    def _number(self, cell: Sequence[Cell]) -> Number:
+        arguments = (cell, self._table.percent, self._read)
+        return Number(
+            cell_value(*arguments), cell_interval(*arguments), other_gain_value(*arguments)
+        )
 
 
 def correlations(table: TableSpec, rows: Sequence[TableRow]) -> tuple[list[str], list[TableRow]]:
     """Returns the titles and rows of the correlations of a table, which are empty without any."""
     if table.correlation is None:
         return [], []
-    measures = [column[MEASURE] for column in table.selections()]
-
-    def column(name: str) -> np.ndarray:
-        values = [row.values[measures.index(name)] for row in rows]
-        return np.array([np.nan if value is None else value for value in values], np.float64)
-
-    with np.errstate(divide="ignore"):
-        inverses = [1 / column(name) for name in table.correlation.inverse]
+    values = [row.values for row in rows]
+    others = {name: measured(table, values, name) for name in table.correlation.measures}
+    if table.correlation.inverse:
+        with np.errstate(divide="ignore"):
+            others = {f"1 / {name}": 1 / values_N for name, values_N in others.items()}
     found = [
-        TableRow(name, [pearson(column(name), inverse_N) for inverse_N in inverses], [*paper])
+        TableRow(
+            name,
+            [pearson(measured(table, values, name), values_N) for values_N in others.values()],
+            [*paper],
+        )
         for name, paper in table.correlation.paper.items()
     ]
-    return [f"r with 1 / {name}" for name in table.correlation.inverse], found
+    return [f"r with {name}" for name in others], found
 
 
 def pearson(first_N: np.ndarray, second_N: np.ndarray) -> float:
     """Returns the Pearson correlation of two samples, or NaN if one of them is constant.
 
-    >>> round(pearson(np.array([1.0, 2.0, 4.0]), np.array([2.0, 4.0, 8.0])), 6)
+    Pairs with a NaN are left out.
+
+    >>> round(pearson(np.array([1.0, 2.0, 4.0, 9.0]), np.array([2.0, 4.0, 8.0, np.nan])), 6)
     1.0
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.corrcoef(first_N, second_N)[0, 1])
+        pairs_2N = np.stack([first_N, second_N])
+        return float(np.corrcoef(pairs_2N[:, ~np.isnan(pairs_2N).any(axis=0)])[0, 1])
 
 
-def text_table(titles: Sequence[str], rows: Sequence[TableRow]) -> str:
+def text_table(
+    titles: Sequence[str],
+    rows: Sequence[TableRow],
+    numbers: Sequence[Sequence[Number]] | None = None,
+) -> str:
     """Returns the table as text: our number, that of the paper, and the difference.
+
+    Our number is followed by its 95 % confidence interval if any number of the column has one.
 
     >>> print(text_table(["R@1"], [TableRow("AGC", [56.0], [56.9]), TableRow("full", [None], [5])]))
           R@1 ours  paper  difference
@@ -90,17 +177,22 @@ def text_table(titles: Sequence[str], rows: Sequence[TableRow]) -> str:
     """
     blocks = []
     places = [max(_places(row.paper[i]) for row in rows) for i in range(len(titles))]
+    numbers = numbers or [[Number()] * len(titles)] * len(rows)
+    has_intervals = [any(of_row[i].interval for of_row in numbers) for i in range(len(titles))]
     for first in range(0, len(titles), BLOCK):
+        columns = range(first, min(first + BLOCK, len(titles)))
         header = [""]
-        for title in titles[first : first + BLOCK]:
-            header += [f"{title} ours", "paper", "difference"]
+        for i in columns:
+            header += [f"{titles[i]} ours", *["95 %"] * has_intervals[i], "paper", "difference"]
         lines = Table([header])
-        for row in rows:
+        for row, of_row in zip(rows, numbers, strict=True):
             cells = [row.label]
-            for i in range(first, min(first + BLOCK, len(titles))):
-                ours, paper = row.values[i], row.paper[i]
+            for i in columns:
+                ours, paper, interval = row.values[i], row.paper[i], of_row[i].interval
+                bounds = " to ".join(_number(bound, places[i]) for bound in interval or [])
                 cells += [
                     _number(ours, places[i]),
+                    *[bounds or "-"] * has_intervals[i],
                     _number(paper, places[i]),
                     _number(_difference(ours, paper), places[i], "+"),
                 ]
@@ -132,39 +224,77 @@ def _or_none(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None or math.isnan(value) else value for value in values]
 
 
+def other_gains(
+    table: TableSpec, rows: Sequence[TableRow], numbers: Sequence[Sequence[Number]]
+) -> tuple[list[str], list[TableRow]]:
+    """Returns the columns with nDCG whose other gain has other numbers: graded judgments."""
+    columns = [
+        i
+        for i in range(len(rows[0].values))
+        if any(of_row[i].other_gain not in (None, of_row[i].value) for of_row in numbers)
+    ]
+    titles, measures = table.column_titles(), [cell[MEASURE] for cell in table.selections()]
+    gains = ["linear" if EXPONENTIAL in measure else "exponential" for measure in measures]
+    return [f"{titles[i]}, {gains[i]} gain," for i in columns], [
+        TableRow(
+            row.label, [of_row[i].other_gain for i in columns], [row.paper[i] for i in columns]
+        )
+        for row, of_row in zip(rows, numbers, strict=True)
+    ]
+
+
 def write(
     table: TableSpec,
-    titles: Sequence[str],
     rows: Sequence[TableRow],
+    numbers: Sequence[Sequence[Number]],
     folder: str,
     is_miniature: bool,
+    origin: Mapping[str, Any],
+    problems: Sequence[str] = (),
 ) -> tuple[str, list[str]]:
     """Writes the table as text, CSV and JSON, and the plot as PNG.
+
+    Args:
+        numbers: Our numbers by row and column.
+        origin: Provenance of the numbers.
+        problems: Failed steps and incomplete rows.
 
     Returns:
         The text, and the paths of the files.
     """
+    titles = table.column_titles()
     lines = [table.title, table.source, *([MINIATURE_NOTE] if is_miniature else []), ""]
-    lines += [text_table(titles, rows), ""]
+    lines += [text_table(titles, rows, numbers), ""]
     correlated_titles, correlated = correlations(table, rows)
-    if correlated:
-        lines += [text_table(correlated_titles, correlated), ""]
-    lines += [*(f"Note: {note}" for note in table.notes)]
-    text = "\n".join(lines).rstrip() + "\n"
-    cells = Table([["row", "column", "ours", "paper", "difference"]])
-    for names, found in ((titles, rows), (correlated_titles, correlated)):
-        for row in found:
-            for title, ours, paper in zip(names, *map(_or_none, row[1:]), strict=True):
-                cells.append([row.label, title, ours, paper, _difference(ours, paper)])
+    other_titles, others = other_gains(table, rows, numbers)
+    for more_titles, more in ((correlated_titles, correlated), (other_titles, others)):
+        if more_titles:
+            lines += [text_table(more_titles, more), ""]
+    notes = [*(f"Note: {note}" for note in table.notes), *problems]
+    text = "\n".join([*lines, *notes, *provenance.lines(origin)]) + "\n"
+    cells = Table([["row", "column", "ours", "paper", "difference", "low", "high", "other gain"]])
+    for row, of_row in zip(rows, numbers, strict=True):
+        for title, number, ours, paper in zip(titles, of_row, *map(_or_none, row[1:]), strict=True):
+            further = [*(number.interval or (None, None)), number.other_gain]
+            cells.append([row.label, title, ours, paper, _difference(ours, paper), *further])
+    for row in correlated:
+        for title, ours, paper in zip(correlated_titles, *map(_or_none, row[1:]), strict=True):
+            difference = _difference(ours, paper)
+            cells.append([row.label, title, ours, paper, difference, None, None, None])
+    json_rows = _json_rows(rows)
+    for fields, of_row in zip(json_rows, numbers, strict=True):
+        fields["intervals"] = [number.interval for number in of_row]
+        fields["other_gains"] = _or_none([number.other_gain for number in of_row])
     data = {
         "title": table.title,
         "source": table.source,
         "miniature": is_miniature,
         "notes": table.notes,
+        "problems": list(problems),
         "columns": list(titles),
-        "rows": _json_rows(rows),
+        "rows": json_rows,
         "correlations": _json_rows(correlated),
-        "versions": versions(),
+        "provenance": origin,
     }
     files: dict[str, str | bytes] = {
         "table.txt": text,
@@ -188,7 +318,13 @@ def _json_rows(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
 def plot(
     table: TableSpec, titles: Sequence[str], rows: Sequence[TableRow], is_miniature: bool
 ) -> bytes:
-    """Draws one panel per column with our numbers and those of the paper, as a PNG."""
+    """Draws one panel per column with our numbers and those of the paper, as a PNG.
+
+    A figure with a horizontal axis has lines or points instead.
+    """
+    if table.x is not None:
+        labels, values, papers = zip(*rows, strict=True)
+        return figures.plot(table, labels, values, papers, is_miniature)
     across = min(PANELS, len(titles))
     down = math.ceil(len(titles) / across)
     height = 0.9 + 0.26 * len(rows)

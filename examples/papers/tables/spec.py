@@ -1,4 +1,4 @@
-"""Spec of a table of a paper: its steps, its rows and columns, and the numbers of the paper."""
+"""Spec of a table or figure of a paper: steps, rows, columns, and the numbers of the paper."""
 
 from __future__ import annotations
 
@@ -7,35 +7,29 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from examples.papers.downloads.spec import DataSet as DataSet
 from pipeline import config
 from pipeline.config import Spec, SpecError
 
 #: File below the folder of the papers that lists the data sets.
 DATA_SETS = "data.yaml"
 #: Job of a step, which is also its default name.
-Job = Literal["train", "index", "recompress", "evaluate"]
+Job = Literal["train", "index", "recompress", "evaluate", "latency"]
+#: Jobs whose output has the numbers of a table.
+MEASURING: tuple[Job, ...] = ("evaluate", "latency")
 #: Fields that select a row of an evaluation and a value of this row, beside the variables.
 REPRESENTATION, SCORE, MEASURE = SELECTED = ("representation", "score", "measure")
 #: A placeholder for the value of a variable.
 PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
-#: A placeholder value that is a number or a boolean in a spec.
-TYPED = re.compile(r"-?\d+(\.\d+)?|true|false")
+#: A placeholder value that is a number, a boolean or a list of numbers in a spec.
+TYPED = re.compile(r"-?\d+(\.\d+)?|true|false|\[[\d\s,.\[\]-]*\]")
 
 #: Values of some variables, representation, score and measure.
 Selection = Mapping[str, Any]
-
-
-class DataSet(Spec):
-    """A data set that is not shipped."""
-
-    files: list[str] = Field(min_length=1)
-    """Paths of files or folders below the data folder, which must exist."""
-    origin: str
-    """Where to obtain the files, as the end of a sentence."""
 
 
 class Step(Spec):
@@ -77,21 +71,23 @@ class Row(Spec):
 
 
 class Correlation(Spec):
-    """Pearson correlations of columns with the inverses of others (AGC, table 8)."""
+    """Pearson correlations of measures with others, over the numbers of all columns and rows."""
 
-    inverse: list[str] = Field(min_length=1)
-    """Measures whose inverses are correlated."""
+    measures: list[str] = Field(min_length=1)
+    """Measures with which those of `paper` are correlated."""
+    inverse: bool = False
+    """Whether the inverses of `measures` are correlated (AGC, table 8)."""
     paper: dict[str, list[float]]
-    """Correlations of the paper by measure, one for each of `inverse`."""
+    """Correlations of the paper by measure, one for each of `measures`."""
 
 
 class TableSpec(Spec):
-    """Spec of a table."""
+    """Spec of a table or figure."""
 
     title: str
     """Content of the table."""
     source: str
-    """Paper and number of the table."""
+    """Paper and number of the table or figure."""
     percent: bool = True
     """Whether the paper shows metrics in percent."""
     notes: list[str] = Field(default_factory=list)
@@ -107,13 +103,16 @@ class TableSpec(Spec):
     """Steps by name, in the order in which they run. The last one is the evaluation."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Names of values in the titles of columns."""
-    columns: list[dict[str, list[str]]]
+    columns: list[dict[str, list[str]]] = Field(min_length=1)
     """Columns: values by field, whose Cartesian product is taken. The fields are those of `at`, and
     `measure`, the name of a metric, see `examples.papers.tables.values`."""
     rows: list[Row] = Field(min_length=1)
     """Rows of the table."""
     correlation: Correlation | None = None
     """Correlations over the rows of the table, which are shown below it."""
+    x: str | None = None
+    """Horizontal axis of the plot, or null for a panel per column: a field of the columns, for a
+    line per row, or a measure, for a point per row and column in a style per end of a label."""
     miniature: Changes = Changes()
     """Changes for the miniature."""
 
@@ -133,22 +132,27 @@ class TableSpec(Spec):
     @model_validator(mode="after")
     def _check(self) -> TableSpec:
         last = list(self.steps)[-1] if self.steps else ""
-        if not self.steps or step_job(last, self.steps[last]) != "evaluate":
-            raise SpecError("steps", list(self.steps), "a mapping that ends with an evaluate step")
+        if not self.steps or step_job(last, self.steps[last]) not in MEASURING:
+            rule = "a mapping that ends with an evaluate or latency step"
+            raise SpecError("steps", list(self.steps), rule)
         for owner, changes in self._all_changes():
             for name in (*changes.steps, *changes.miniature):
                 if name not in self.steps:
                     field = config.field_path(owner, "steps")
                     raise SpecError.unknown_name(field, name, self.steps)
         columns = self.selections()
+        measures = list(dict.fromkeys(str(column.get(MEASURE)) for column in columns))
+        shared = [name for name in columns[0] if all(name in column for column in columns)]
+        axes = [*(name for name in shared if name != MEASURE), *measures]
+        if self.x is not None and self.x not in axes:
+            raise SpecError.unknown_name("x", self.x, axes)
         if self.correlation is not None:
-            measures = [column.get(MEASURE) for column in columns]
-            for name in (*self.correlation.inverse, *self.correlation.paper):
+            for name in (*self.correlation.measures, *self.correlation.paper):
                 if name not in measures:
-                    raise SpecError.unknown_name("correlation", name, map(str, measures))
+                    raise SpecError.unknown_name("correlation", name, measures)
             for name, numbers in self.correlation.paper.items():
-                if len(numbers) != len(self.correlation.inverse):
-                    rule = f"a list of {len(self.correlation.inverse)} numbers"
+                if len(numbers) != len(self.correlation.measures):
+                    rule = f"a list of {len(self.correlation.measures)} numbers"
                     raise SpecError(f"correlation.paper.{name}", numbers, rule)
         placeholders = set(PLACEHOLDER.findall(self.model_dump_json()))
         for number, row in enumerate(self.rows):
@@ -217,7 +221,9 @@ class TableSpec(Spec):
                 values = {**self.variables[name][value].values, **values}
             with config.within("at"):
                 for _ in values:  # values refer to others
-                    values = filled(values, values)
+                    before, values = values, filled(values, values)
+                    if values == before:
+                        break
                 yield values, filled(selection, values)
 
 
@@ -225,17 +231,17 @@ def step_job(name: str, step: Step) -> Job:
     """Returns the job of a step."""
     if step.job is not None:
         return step.job
-    for job in ("train", "index", "recompress", "evaluate"):
+    for job in get_args(Job):
         if job == name:
             return job
-    rule = "train, index, recompress or evaluate unless the step has a field `job`"
+    rule = f"one of {', '.join(get_args(Job))} unless the step has a field `job`"
     raise SpecError("steps", name, rule)
 
 
 def filled(value: Any, variables: Mapping[str, str], typed: bool = False) -> Any:
     """Replaces placeholders in all strings of a JSON value.
 
-    If `typed`, a placeholder becomes a number or a boolean if its value is one.
+    If `typed`, a placeholder becomes a number, a boolean or a list of numbers if its value is one.
 
     >>> filled({"out": "out/${model}", "k": ["${k}"]}, {"model": "agc", "k": "32"})
     {'out': 'out/agc', 'k': ['32']}
@@ -246,7 +252,7 @@ def filled(value: Any, variables: Mapping[str, str], typed: bool = False) -> Any
         return {key: filled(inner, variables, typed) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [filled(inner, variables, typed) for inner in value]
-    if not isinstance(value, str):
+    if not isinstance(value, str) or "$" not in value:
         return value
 
     def replace(match: re.Match[str]) -> str:
@@ -261,20 +267,15 @@ def filled(value: Any, variables: Mapping[str, str], typed: bool = False) -> Any
 
 
 def papers(folder: Path) -> dict[str, list[str]]:
-    """Returns the names of the tables by paper."""
-    found = sorted(
-        folder.glob("*/table*.yaml"), key=lambda path: (path.parent.name, _order(path.stem))
-    )
+    """Returns the names of the tables and figures by paper. table10 follows table9."""
+    found = []
+    for path in folder.glob("*/*.yaml"):
+        if match := re.fullmatch(r"(table|figure)(\d+)", path.stem):
+            found.append((path.parent.name, match[1] == "figure", int(match[2]), path.stem))
     tables: dict[str, list[str]] = {}
-    for path in found:
-        tables.setdefault(path.parent.name, []).append(path.stem)
+    for paper, _, _, name in sorted(found):
+        tables.setdefault(paper, []).append(name)
     return tables
-
-
-def _order(name: str) -> tuple[int, str]:
-    """Returns the sort key of a table, so that table10 follows table9."""
-    number = re.search(r"\d+", name)
-    return (int(number[0]) if number else 0, name)
 
 
 def load_table(folder: Path, paper: str, table: str) -> TableSpec:
@@ -291,9 +292,16 @@ def load_table(folder: Path, paper: str, table: str) -> TableSpec:
 def _read(folder: Path, name: str) -> dict[str, Any]:
     """Reads a table and adds the fields of the file that it names as `base`.
 
-    Fields that are mappings in both files are united.
+    Fields that are mappings in both files are united. `rows` may be a mapping of other tables by
+    the beginning of the labels of their rows.
     """
     fields = config.read(str(folder / name), "table")
+    if isinstance(tables := fields.get("rows"), Mapping):
+        fields["rows"] = [
+            {**row, "label": f"{label}, {row['label']}"}
+            for label, table in tables.items()
+            for row in _read(folder, str(table))["rows"]
+        ]
     if (base := fields.pop("base", None)) is None:
         return fields
     common = config.read(str(folder / str(base)), "base")

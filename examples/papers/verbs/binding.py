@@ -4,6 +4,7 @@
     python -m examples.papers binding layer=3 --output out/binding
     python -m examples.papers binding --encoder ENCODER.yaml --form rendered --side 896
     python -m examples.papers binding --table TABLE.yaml --output out/binding
+    python -m examples.papers binding --write data/binding
 
 The benchmark has 40 pairs of reports with 5 x 5 panels. Each panel labels a marker with a code; in
 the hard negative, the same codes label other markers. The accuracy is the fraction of the 1,000
@@ -12,6 +13,7 @@ single-vector, MaxSim and hybrid scores with a 95 % bootstrap confidence interva
 
 With --output, it writes binding.csv and binding.png. With --table, it measures all encoders of a
 file, which also defines `form` and `side`, and prints one row per encoder with the mean over seeds.
+With --write, it only writes the pairs as images, for `python -m examples.papers run smart figure2`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import posixpath
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jobs
@@ -52,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the reports (default: 0)")
     parser.add_argument("--output", metavar="FOLDER", help="folder for binding.csv and binding.png")
+    parser.add_argument("--write", metavar="FOLDER", help="folder for the reports as images")
     args = parser.parse(arguments)
     for option in ("encoder", "table"):
         if path := getattr(args, option):
@@ -69,6 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.output:
         check_writable(args.output, "--output")
     pairs = evaluation_pairs(args.pairs, args.seed)
+    if args.write:
+        from examples.papers.synthetic.binding_files import write_collection
+
+        check_writable(args.write, "--write")
+        write_collection(Path(config.absolute(args.write)), pairs, side)
+        print(f"{args.write}: {len(pairs)} pairs of reports")
+        return
 
     if args.table:
         _table(args, pairs)

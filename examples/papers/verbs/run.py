@@ -1,16 +1,19 @@
-"""Reproduces a table of a paper and compares it with the paper's numbers.
+"""Reproduces a table or figure of a paper and compares it with the paper's numbers.
 
     python -m examples.papers run
     python -m examples.papers run agc table4 --data /data
     python -m examples.papers run agc table4 --data /data --check
     python -m examples.papers run agc table4 --miniature
 
-Without arguments, the job lists all tables. With a paper and a table, it checks the data and
-models, trains, indexes, recompresses and evaluates, and prints our numbers beside those of the
-paper. Missing files are listed with where to obtain them, and the exit code is 2.
+Without arguments, the job lists all tables and figures. With a paper and a table, it first runs one
+item and one query through all steps. If anything is missing or wrong, it lists all problems with
+the command that solves each, and the exit code is 2. Then it trains, indexes, recompresses and
+evaluates, and prints our numbers beside those of the paper. With --check, it ends after the check,
+which also estimates the costs of the steps.
 
 Rerun the same command to resume. Finished steps are not repeated, and tables share the models and
-indexes that they have in common.
+indexes that they have in common. If a step fails, the steps that do not need it still run, and the
+exit code is 1.
 
 Training runs on Ray Train like `jobs.train`, by default with one worker.
 
@@ -18,7 +21,8 @@ With --miniature, the same steps run on generated data with tiny models, in seco
 runs in this process. The data have the layout of the published data sets, with few rows. The
 numbers of a miniature say nothing about the paper.
 
-The folder OUTPUT/papers/PAPER/TABLE receives table.txt, table.csv, table.json and table.png.
+The folder OUTPUT/papers/PAPER/TABLE receives table.txt, table.csv, table.json and table.png, which
+are written again when a row is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +32,10 @@ from pathlib import Path
 
 import jobs
 from pipeline import config
+from pipeline.config import JobError, SpecError
 
+#: Measures that depend on the load of the machine.
+TIMES = {"queries/s", "seconds"}
 #: Folder of the specs of the tables.
 PAPERS = Path(__file__).parents[1]
 
@@ -37,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and reproduces a table."""
     parser = jobs.parser(__doc__)
     parser.add_argument("paper", nargs="?", metavar="PAPER", help="paper, such as agc")
-    parser.add_argument("table", nargs="?", metavar="TABLE", help="table, such as table4")
+    parser.add_argument("table", nargs="?", metavar="TABLE", help="table or figure, such as table4")
     parser.add_argument(
         "--data", default="data", metavar="FOLDER", help="folder of the data sets (default: data)"
     )
@@ -48,7 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--miniature", action="store_true", help="run the miniature")
     parser.add_argument(
-        "--check", action="store_true", help="check the data and list the steps without running"
+        "--check", action="store_true", help="check the data, the models and one item in all steps"
+    )
+    parser.add_argument(
+        "--parallel",
+        type=jobs.positive,
+        default=1,
+        metavar="N",
+        help="number of steps that run at the same time (default: 1)",
     )
     parser.add_argument("--train-resources", metavar="FILE", help="resources profile of training")
     parser.add_argument("--index-resources", metavar="FILE", help="resources profile of indexing")
@@ -70,47 +84,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folders = planning.Folders(data, output, str(PAPERS.parents[1]))
     plan = planning.plan(table, folders, args.miniature)
     data_sets, required = specs.load_data_sets(PAPERS), planning.required(table, args.miniature)
-    sentences = []
-    if not args.miniature:
-        sentences = planning.missing(plan.steps, required, data_sets, folders)
-    if args.check:
-        for step in plan.steps:
-            print(f"{step.name}: {step.fields.get('output') or step.fields['index']}")
-    if sentences:
-        raise SystemExit(jobs.report_missing(sentences))
-    if args.check:
-        return
     extras.require("matplotlib")
     check_writable(output, "--output")
+    if args.parallel > 1 and (timed := TIMES & {c[specs.MEASURE] for c in table.selections()}):
+        rule = f"1 for a table with {min(timed)}, which steps at the same time would change"
+        raise SpecError("--parallel", args.parallel, rule)
 
-    from examples.papers.tables import miniature, report
-    from examples.papers.tables.run import run
+    from examples.papers.tables import check, miniature
+    from examples.papers.tables.report import Report
+    from examples.papers.tables.run import Settings, run
     from pipeline.index.spec import IndexResources
+    from pipeline.runtime.progress import ray_is_connected
     from pipeline.train.ray import Workers, default_workers
 
-    workers = resources = None
+    workers = None
     if args.train_resources:
         workers = config.load(Workers, args.train_resources, role="profile")
-    if args.index_resources:
-        resources = config.load(IndexResources, args.index_resources, role="resources")
+    resources = jobs.load_profile(IndexResources, args.index_resources)
     if args.miniature:
         miniature.generate_data(required, data_sets, Path(data))
         miniature.generate_models([step.fields for step in plan.steps], Path(output) / "miniature")
-    with jobs.cluster(resources.object_store_bytes if resources else None):
-        if workers is None and not args.miniature:  # miniatures train for less time than it starts
-            workers = default_workers()
-        run(
-            plan.steps,
-            job_id=jobs.job_id,
-            say=jobs.say,
-            workers=workers,
-            resources=resources,
-            full_reports=not args.miniature,
-        )
-    titles, rows = report.table_rows(table, plan)
+    if args.check or not args.miniature:  # a miniature is a check itself
+        name = f"examples/papers/{args.paper}/{args.table}.yaml"
+        checked = check.check(name, table, plan, required, data_sets, folders, jobs.say, resources)
+        print(checked.text(), flush=True)
+        if checked.problems:
+            raise SystemExit(jobs.BAD_INPUT)
+        if args.check:
+            return
     folder = f"{output}/papers/{args.paper}/{args.table}"
-    text, paths = report.write(table, titles, rows, folder, args.miniature)
+    report = Report(table, plan, folder, args.miniature, required, data)
+    is_small = args.miniature and args.parallel == 1 and workers is None
+    with jobs.cluster_unless(lambda: is_small, args.index_resources, resources.object_store_bytes):
+        # Miniatures train for less time than workers need to start.
+        if workers is None and not is_small and ray_is_connected():
+            workers = default_workers()
+        settings = Settings(jobs.job_id, jobs.say, workers, resources, args.parallel)
+        settings = settings._replace(full_reports=not args.miniature)
+        steps = run(plan, f"{output}/papers/steps", settings, report.update)
+    text, paths = report.write(steps)
     print("", text, *paths, sep="\n")
+    if failed := [step.title for step in steps if step.state == "failed"]:
+        names = ", ".join(failed)
+        raise JobError(f"{len(failed)} of {len(steps)} steps failed: {names}; rerun to retry them")
 
 
 def _tables(paper: str | None) -> dict[str, list[str]]:
@@ -120,7 +136,7 @@ def _tables(paper: str | None) -> dict[str, list[str]]:
     if paper is None:
         return known
     if paper not in known:
-        raise config.SpecError.unknown_name("PAPER", paper, known)
+        raise SpecError.unknown_name("PAPER", paper, known)
     return {paper: known[paper]}
 
 

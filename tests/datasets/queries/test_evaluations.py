@@ -13,7 +13,7 @@ from pipeline.eval.evaluation import run
 from pipeline.eval.results import Evaluation
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import job
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.spec import IndexResources, IndexSpec
 from tests import datasets
 from tests.conftest import ROOT
@@ -50,9 +50,9 @@ def evaluate(folder: Path, uri: str, benchmark: dict[str, Any], **fields: Any) -
 def test_multivent_by_its_transcripts(cluster, tmp_path):
     source = {"name": "multivent", **datasets.multivent(tmp_path / "data")}
     uri = index(tmp_path, source, "minilm")
-    table = Index(uri).items(["200", "201"], ["item_id", "text", "modality"]).to_pylist()
+    table = IndexReader(uri).items(["200", "201"], ["item_id", "text", "modality"]).to_pylist()
     assert [row["modality"] for row in table] == ["video", "video"]
-    rejects = {row["item_id"]: row["reason"] for row in Index(uri).rejects().to_pylist()}
+    rejects = {row["item_id"]: row["reason"] for row in IndexReader(uri).rejects().to_pylist()}
     assert rejects == {
         "000003.tar/203.mp4": "corrupted archive",
         "asr/202.m4a.csv": "corrupted asr",

@@ -131,7 +131,10 @@ def test_every_spec_is_tried():
     assert {path.stem for path in SPECS.glob("*.yaml")} == names
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.heavy] * (runs > 20)) for name, runs in SMALL.items()],
+)
 def test_a_dry_run_on_generated_data(name, capsys):
     study.main([str(SPECS / f"{name}.yaml"), "data.num_scenes=64", "--dry-run"])
     assert len(capsys.readouterr().out.splitlines()) == SMALL[name]
@@ -150,6 +153,7 @@ def test_a_dry_run_on_titles_of_abstracts(tmp_path, monkeypatch, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 21
 
 
+@pytest.mark.heavy
 def test_a_dry_run_on_sentences_of_pages(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_page_pairs.main([])

@@ -27,7 +27,7 @@ SPECS = [
     *(path for path in sorted(PAPERS.glob("*/_*.yaml"))),
     *(path for path in sorted(PAPERS.glob("agc/specs/*.yaml")) if not STUDIES.match(path.name)),
     *(TRAINING / f"{name}.yaml" for name in ("edje", "flickr30k_samer", "msrvtt_smart")),
-    TRAINING / "multivent_adapter.yaml",
+    *(TRAINING / f"{name}.yaml" for name in ("colpali_light", "multivent_adapter")),
 ]
 
 
@@ -74,7 +74,7 @@ def test_values_name_their_source(path: Path):
 
 
 def test_marks_are_searched():
-    assert len(SPECS) == 22
+    assert len(SPECS) == 23
     lines = ["a: {max_pixels: 1}", "b:  # table 2", "  epochs: 3", "miniature: {epochs: 1}"]
     node = yaml.compose("\n".join(lines))
     assert list(fields(node)) == [("max_pixels", 0), ("epochs", 2)]

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from examples.papers.tables.spec import load_data_sets, load_table, papers
+from examples.papers.tables.spec import filled, load_data_sets, load_table, papers
 from examples.papers.verbs.run import PAPERS
 from pipeline.config import SpecError
 from tests.examples.papers.tables.tables import fields, table
@@ -41,12 +41,13 @@ FULL = {"label": "full", "at": {"method": "full"}, "paper": [1.0, 2.0]}
         ({"rows": [{**FULL, "at": {"method": "ful"}}]}, "did you mean 'full'?"),
         ({"rows": [{**FULL, "at": {}}]}, "has the variable 'method'"),
         ({"columns": [{"dataset": ["both", "one"]}]}, "has a measure"),
-        ({"steps": {}}, "a mapping that ends with an evaluate step"),
+        ({"steps": {}}, "a mapping that ends with an evaluate or latency step"),
+        ({"x": "method"}, "x must be one of dataset, R@1, got 'method'"),
         ({"miniature": {"steps": {"indexes": {}}}}, "did you mean 'index'?"),
         ({"row": []}, "unknown field 'row'; did you mean 'rows'?"),
         (
-            {"correlation": {"inverse": ["CV"], "paper": {"R@1": [0.5]}}},
-            "correlation must be one of R@1",
+            {"correlation": {"measures": ["CV"], "paper": {"R@1": [0.5]}}},
+            "correlation must be 'R@1', got 'CV'",
         ),
     ],
 )
@@ -57,15 +58,15 @@ def test_invalid_tables(changes, message):
 
 def test_unknown_papers_and_tables_list_the_known_ones(tmp_path):
     (tmp_path / "agc").mkdir()
-    for name in ("table1", "table2", "table10", "_base"):
+    for name in ("figure2", "table1", "table2", "table10", "_base"):
         (tmp_path / f"agc/{name}.yaml").write_text(
             yaml.safe_dump(fields(), sort_keys=False), "utf-8"
         )
-    assert papers(tmp_path) == {"agc": ["table1", "table2", "table10"]}
+    assert papers(tmp_path) == {"agc": ["table1", "table2", "table10", "figure2"]}
     assert load_table(tmp_path, "agc", "table10").title == "A table"
     with pytest.raises(SpecError, match="PAPER must be 'agc', got 'acg'"):
         load_table(tmp_path, "acg", "table1")
-    with pytest.raises(SpecError, match="TABLE must be one of table1, table2, table10, got"):
+    with pytest.raises(SpecError, match="TABLE must be one of table1, table2, table10, figure2"):
         load_table(tmp_path, "agc", "table3")
 
 
@@ -76,6 +77,22 @@ def test_base_of_a_table(tmp_path):
     (tmp_path / "agc/table1.yaml").write_text(yaml.safe_dump(fields_of_table), "utf-8")
     spec = load_table(tmp_path, "agc", "table1")
     assert spec.title == "Another" and spec.labels == {"both": "average", "one": "first"}
+
+
+def test_rows_of_other_tables(tmp_path):
+    (tmp_path / "agc").mkdir()
+    (tmp_path / "agc/table1.yaml").write_text(yaml.safe_dump(fields(), sort_keys=False), "utf-8")
+    figure = {"base": "table1.yaml", "rows": {"A": "table1.yaml", "B": "table1.yaml"}}
+    (tmp_path / "agc/figure1.yaml").write_text(yaml.safe_dump(figure), "utf-8")
+    rows = load_table(tmp_path, "agc", "figure1").rows
+    assert [row.label for row in rows] == ["A, full", "A, hpool", "B, full", "B, hpool"]
+    assert rows[2].paper == [50, 60]
+
+
+def test_placeholders_become_numbers_and_lists():
+    values = {"k": "32", "layers": "[[0], [-1]]", "name": "[CLS]"}
+    found = filled(["${k}", "${layers}", "${name}", "a${k}"], values, typed=True)
+    assert found == [32, [[0], [-1]], "[CLS]", "a32"]
 
 
 def test_corrupted_table_names_the_file(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from examples.papers.tables.plan import Cell
-from examples.papers.tables.values import cell_value
+from examples.papers.tables.values import cell_interval, cell_value, other_gain_value
 from pipeline.config import SpecError
 from pipeline.eval.results import Evaluation, Result
 
@@ -16,7 +16,7 @@ def output(tmp_path) -> str:
     results = [
         Result(
             name, method, None, score, "", {"q": {"R@1": value}, "r": {"R@1": 0.0}}, vectors,
-            256.0 * vectors, 0.0, 4.0, 0.0, 0.0, maxsim_ops=3e12,
+            256.0 * vectors, 0.0, 4.0, 2.5, 0.0, maxsim_ops=3e12, rerank={"parameters": 33_000_000},
             grounding={"box_mass": 0.5, "region_hit": 0.4, "coverage_iou": 0.3},
         )
         for name, method, score, value, vectors in (
@@ -42,6 +42,8 @@ def output(tmp_path) -> str:
         ("10^12 MaxSim operations", 3.0),
         ("queries/s", 4.0),
         ("seconds", 0.5),
+        ("ms per query", 2.5),
+        ("million parameters", 33.0),
     ],
 )
 def test_measures(output, measure, expected):
@@ -70,3 +72,23 @@ def test_errors(output, selection, message):
     with pytest.raises(SpecError) as caught:
         cell_value([Cell(output, selection)], percent=True)
     assert message in str(caught.value)
+
+
+def test_intervals_are_of_means_over_queries(output):
+    def interval(measure, *names):
+        cells = [Cell(output, {"representation": n, "measure": measure}) for n in names]
+        return cell_interval(cells, percent=True)
+
+    assert interval("R@1", "full") == (0.0, pytest.approx(80.0))  # of two queries
+    low, high = interval("R@1", "full", "hpool_8")
+    assert low == 0.0 and high == pytest.approx(70.0)
+    assert interval("relative R@1", "hpool_8") == (pytest.approx(75.0), 100.0)
+    assert interval("bytes", "full") is None and interval("BoxMass", "full") is None
+    assert cell_interval([], percent=True) is None
+
+
+def test_other_gain(output):
+    cell = Cell(output, {"representation": "full", "measure": "R@1"})
+    assert other_gain_value([cell], percent=True) is None
+    ndcg = Cell(output, {"representation": "full", "measure": "nDCG@5"})
+    assert other_gain_value([ndcg], percent=True) is None  # the evaluation was made without it

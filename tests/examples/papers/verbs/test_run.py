@@ -11,12 +11,12 @@ import jobs
 from examples.papers.tables.spec import papers
 from examples.papers.verbs import run as reproduce
 
-#: Tables whose miniatures are run by default, one per paper. All of them take two minutes.
+#: Tables whose miniatures are run by default: one of each paper.
 DEFAULT = {
     ("agc", "table9"),
-    ("edje", "table2"),
+    ("edje", "table5"),
     ("samer", "table6"),
-    ("sap", "table1"),
+    ("sap", "table6"),
     ("smart", "table3"),
 }
 TABLES = [
@@ -65,9 +65,23 @@ def test_second_run_repeats_no_step(cluster, output, capsys):
     first = capsys.readouterr().out
     reproduce.main(command)
     again = capsys.readouterr().out
-    assert ("step 1/1" not in again and "0 items to encode" in again) or "cached" in again
-    assert again.count("is trained") == 4
-    assert first.splitlines()[-4:] == again.splitlines()[-4:]
+    assert "12 of 12 steps done, 0 running, 0 left" in again and "running\n" not in again
+    table, repeated = (printed.rpartition(" left\n")[2] for printed in (first, again))
+    assert table == repeated and "MINIATURE" in table
+
+
+@pytest.mark.heavy
+def test_failed_steps_are_named(tmp_path, capsys):
+    blocked = tmp_path / "agc/msrvtt_test/agc_uniform"  # the folder of an index
+    blocked.parent.mkdir(parents=True)
+    blocked.write_text("a file")
+    with pytest.raises(SystemExit) as caught:
+        jobs.run(reproduce.main, ["agc", "table9", "--miniature", "--output", str(tmp_path)])
+    printed = capsys.readouterr()
+    assert caught.value.code == 1
+    assert f"1 of 12 steps failed: index {blocked}; rerun to retry them" in printed.err
+    assert f"Failed: index {blocked}" in printed.out
+    assert f"(needs index {blocked})" in printed.out and "Skipped: evaluate" in printed.out
 
 
 def test_lists_tables(capsys):
@@ -81,8 +95,10 @@ def test_lists_tables(capsys):
     [
         (["agx"], "PAPER must be one of agc, edje, samer, sap, smart, got 'agx'"),
         (["agc", "table99"], "TABLE must be one of table1"),
-        (["agc", "table4", "--data", "{folder}"], "msrvtt/videos is missing: the videos and"),
-        (["samer", "table3", "--data", "{folder}"], "`hf download vidore/colpali-v1.3-hf`"),
+        (
+            ["samer", "table5", "--miniature", "--output", "{folder}", "--parallel", "2"],
+            "--parallel must be 1 for a table with queries/s",
+        ),
     ],
 )
 def test_errors(arguments, message, tmp_path, capsys):
@@ -92,10 +108,18 @@ def test_errors(arguments, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_dry_run_lists_steps(tmp_path, capsys):
-    reproduce.main(["agc", "table9", "--miniature", "--output", str(tmp_path), "--check"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["train"] * 4 + ["index"] * 4 + [
-        "evaluate"
-    ] * 4
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("arguments", [[], ["--check"]], ids=["run", "check"])
+def test_run_needs_a_check_without_problems(arguments, tmp_path, capsys):
+    folders = ["--data", f"{tmp_path}/data", "--output", f"{tmp_path}/out"]
+    with pytest.raises(SystemExit) as caught:
+        jobs.run(reproduce.main, ["samer", "table3", *folders, *arguments])
+    assert caught.value.code == jobs.BAD_INPUT
+    printed = capsys.readouterr().out
+    assert "python -m examples.papers get vidore/colpali-v1.3-hf" in printed
+    assert "python -m examples.papers get flickr30k" in printed
+
+
+def test_check_of_a_miniature(output, capsys):
+    reproduce.main(["agc", "table9", "--miniature", "--output", output, "--check"])
+    printed = capsys.readouterr().out
+    assert "evaluate agc/msrvtt_evaluation/agc_5_5" in printed and "no problems" in printed

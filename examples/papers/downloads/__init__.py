@@ -1,0 +1,1 @@
+"""Downloads of the data sets and checkpoints that tables need."""

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from jobs._errors import BAD_INPUT, report_error, report_stop
 from jobs._errors import report_missing as report_missing
 from jobs._ray_cluster import cluster as cluster
+from jobs._ray_cluster import cluster_unless as cluster_unless
 from jobs._ray_cluster import configure_ray
 from pipeline import config
 from pipeline.config import JobError, SpecError, Stopped
@@ -125,8 +126,11 @@ class Parser(argparse.ArgumentParser):
     """Argument parser that accepts options at any position and exits with code 2 on errors."""
 
     def __init__(self, doc: str | None, form: str | None = None):
+        script = Path(sys.argv[0])
+        is_verb = script.parent == Path(__file__).parent
+        prog = f"maxray {script.stem}" if is_verb else script.name
         super().__init__(
-            prog=form and f"{Path(sys.argv[0]).name} {form}",
+            prog=f"{prog} {form}" if form else prog,
             description=inspect.cleandoc(doc or ""),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -160,10 +164,13 @@ class SpecParser(Parser):
     """
 
     has_index = False  # True if the index of the spec must exist
+    accepts_files = False  # True if paths of files to index can be given in place of a spec
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Parses the arguments and checks the paths and the fields of components in the spec."""
         args = super().parse(arguments)
+        if self.accepts_files and not is_spec(args.spec):
+            return args
         spec = _guessed(config.override(config.read(args.spec, "spec"), args.overrides))
         if vars(args).get("resources"):
             config.read(args.resources, "resources")
@@ -172,6 +179,12 @@ class SpecParser(Parser):
         if self.has_index and isinstance(spec.get("index"), str):
             check_index(spec["index"])
         return args
+
+
+def is_spec(path: str) -> bool:
+    """Checks whether a path is that of a spec: it ends in .yaml or .yml, or is a pipe."""
+    is_special = Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir()
+    return path.lower().endswith((".yaml", ".yml")) or is_special
 
 
 def _guessed(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,15 +240,21 @@ def check_outputs(outputs: Sequence[str], field: str) -> None:
 
 
 def spec_parser(
-    doc: str | None, form: str | None = None, *, profiles: bool = True, has_index: bool = False
+    doc: str | None,
+    form: str | None = None,
+    *,
+    profiles: bool = True,
+    has_index: bool = False,
+    accepts_files: bool = False,
 ) -> Parser:
     """Creates a parser with the arguments that all jobs with a spec have in common."""
     parser = SpecParser(doc, form)
-    parser.has_index = has_index
-    parser.add_argument("spec", help="YAML spec; see jobs/specs")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], help="assignments of the form dotted.field=value"
-    )
+    parser.has_index, parser.accepts_files = has_index, accepts_files
+    spec, overrides = "YAML spec; see jobs/specs", "assignments of the form dotted.field=value"
+    if accepts_files:
+        spec, overrides = "folder, file, glob pattern or YAML spec", f"more paths, or {overrides}"
+    parser.add_argument("spec", metavar="PATH" if accepts_files else None, help=spec)
+    parser.add_argument("overrides", nargs="*", default=[], help=overrides)
     if profiles:
         parser.add_argument("--resources", help="resources profile; see cluster/profiles")
     return parser

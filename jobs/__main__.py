@@ -15,6 +15,16 @@ from pathlib import Path
 import jobs
 from pipeline import config
 
+#: What a first user needs, in front of the list of verbs.
+FIRST_STEPS = """\
+maxray VERB ...
+
+  maxray index papers/                      index a folder of files
+  maxray search papers/ "a question"        print the passages that answer it
+  maxray serve papers/                      open the index in a browser
+  maxray VERB --help                        describe a verb
+"""
+
 
 def verbs() -> dict[str, str]:
     """Reads the first docstring line of each job without importing the job."""
@@ -54,7 +64,7 @@ def main() -> None:
             match = _suggestion(verb, jobs_by_verb)
             print(f"error: unknown command {verb!r}{match}", file=sys.stderr)
         listing = "\n".join(f"  {name:10} {summary}" for name, summary in jobs_by_verb.items())
-        print(f"maxray VERB ...\n\n{listing}", file=sys.stderr if is_unknown else sys.stdout)
+        print(f"{FIRST_STEPS}\n{listing}", file=sys.stderr if is_unknown else sys.stdout)
         sys.exit(2 if is_unknown else 0)
     sys.argv.pop(1)
     runpy.run_module(f"jobs.{verb}", run_name="__main__", alter_sys=True)

@@ -7,6 +7,7 @@ Each workaround links to the issue or pull request of Ray that explains it, if t
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -14,14 +15,17 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jobs._errors import report_error, report_stop
 from pipeline import config
 from pipeline.config import JobError, SpecError, Stopped
+from pipeline.extras import is_installed, require
+from pipeline.index import EXECUTOR
 from pipeline.runtime import logs
+from pipeline.runtime.progress import Display
 
 #: Times after which the driver tests a connection on which it waits for a task, and gives it up, in
 #: milliseconds. With Ray's own (300 s and 120 s), a job waits for five to seven minutes for a task
@@ -48,8 +52,36 @@ def configure_ray() -> None:
 
 
 @contextlib.contextmanager
+def cluster_unless(
+    is_small: Callable[[], bool],
+    resources: str | None,
+    object_store_bytes: int | None = None,
+    display: Display | None = None,
+) -> Iterator[None]:
+    """Connects to Ray as `cluster` does, unless a job is small enough for this process.
+
+    Without Ray, this process runs jobs of any size. Ray is required if a resources profile is
+    given, if `RAY_ADDRESS` is set, or if the environment variable `MAXRAY_EXECUTOR` is `ray`.
+    """
+    name = os.environ.get(EXECUTOR)
+    wants_ray = name == "ray" or resources is not None or bool(os.environ.get("RAY_ADDRESS"))
+    if name == "process" or (not wants_ray and (not is_installed("ray") or is_small())):
+        yield
+        return
+    if display is not None:
+        display.phase("start Ray")
+    with cluster(object_store_bytes):
+        yield
+
+
+@contextlib.contextmanager
 def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
-    """Connects to the Ray cluster at `RAY_ADDRESS`, or starts a local cluster if it is not set."""
+    """Connects to the Ray cluster at `RAY_ADDRESS`, or starts a local cluster if it is not set.
+
+    Raises:
+        MissingExtra: Ray is not installed.
+    """
+    require("ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # The C++ core logs an error for every actor pool of Ray Data. Real errors are exceptions.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
@@ -113,8 +145,18 @@ def _start_ray(options: Mapping[str, Any]) -> None:
         options["job_config"].set_py_logging_config(ray.LoggingConfig(encoding="JSON"))
     handler = signal.getsignal(signal.SIGTERM)
     try:
+        start = functools.partial(
+            ray.init, log_to_driver=False, logging_level=logging.ERROR, **options
+        )
         with _without_stderr():
-            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+            try:
+                start()
+            except Exception as error:
+                if "timed out during startup" not in str(error):
+                    raise
+                # Ray waits for 30 s, which is too short on a busy machine.
+                ray.shutdown()
+                start()
     except SystemExit:  # raised by Ray's SIGTERM handler
         raise Stopped("stopped by SIGTERM") from None
     except Stopped:

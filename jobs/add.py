@@ -52,7 +52,7 @@ def _representations(arguments: Sequence[str]) -> None:
 
         spec = config.load(RecompressSpec, args.spec, args.overrides)
         resources = jobs.load_profile(RecompressResources, args.resources)
-        _run(Recompression(spec, resources), display)
+        _run(Recompression(spec, resources), display, args.resources)
 
 
 def _tokens(arguments: Sequence[str]) -> None:
@@ -75,7 +75,8 @@ def _tokens(arguments: Sequence[str]) -> None:
 
         spec = config.load(IndexSpec, args.spec, args.overrides)
         resources = jobs.load_profile(IndexResources, args.resources)
-        _run(Backfill(spec, resources), display, resources.object_store_bytes)
+        columns = Backfill(spec, resources)
+        _run(columns, display, args.resources, resources.object_store_bytes)
 
 
 def _candidates(arguments: Sequence[str]) -> None:
@@ -125,14 +126,18 @@ def _candidates(arguments: Sequence[str]) -> None:
         queries = list(read(spec.queries).values())
     columns = candidates_job.Candidates(spec, resources, queries, refit=args.refit)
     with open_display(args.progress) as display:
-        _run(columns, display)
+        _run(columns, display, args.resources)
 
 
-def _run(columns: AddedColumns, display: Display, object_store_bytes: int | None = None) -> None:
+def _run(
+    columns: AddedColumns,
+    display: Display,
+    resources: str | None,
+    object_store_bytes: int | None = None,
+) -> None:
     from pipeline.index import add
 
-    display.phase("start Ray")
-    with jobs.cluster(object_store_bytes):
+    with jobs.cluster_unless(lambda: columns.is_small, resources, object_store_bytes, display):
         add.run(columns, job=jobs.job_id(), report=display.say)
 
 

@@ -6,8 +6,9 @@
 
 Weights are read in a process without network, with limits of memory and time, which builds tensors
 and executes nothing (`weights_only=True` of torch). They are written as safetensors, and all other
-files are copied. An OpenCLIP model becomes a CLIP of transformers for the encoder `dual`. The
-output is a new folder, which appears when it is complete.
+files are copied. Of a model on the hub, settings and the weights in one format are downloaded. An
+OpenCLIP model becomes a CLIP of transformers for the encoder `dual`. The output is a new folder,
+which appears when it is complete.
 """
 
 from __future__ import annotations

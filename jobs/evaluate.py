@@ -4,6 +4,7 @@
     maxray evaluate SPEC.yaml output=out/other "measures=[nDCG@10, R@100]"
     maxray evaluate SPEC.yaml "representations=[hpool_32]" --fit-fusion out/fusion.yaml
     maxray evaluate compare OUT_A OUT_B             # compares two evaluations, row by row
+    maxray evaluate compare OUT --rows ROW ROW      # compares any two rows
     maxray evaluate pool OUT... --output FOLDER     # pools evaluations of several collections
 
 `maxray evaluate compare --help` and `maxray evaluate pool --help` describe the last two.
@@ -35,8 +36,12 @@ one representation and writes them to a file, which `fusion`, jobs.search and se
 prints the quality on held-out queries. The result is MaxSim alone unless fusion is better on the
 judged queries by two standard errors.
 
+comparisons=[[hpool_32.maxsim, bm25]] are planned comparisons of any two rows, whose p-values are
+corrected among themselves only.
+
 The output folder receives report.html (all results on one page), metrics.csv, per_query.csv,
-table.md, runs/*.trec, the resolved spec.yaml, plots, and results.json, which other jobs read.
+table.md, table.tex and table.csv (with intervals, for papers), runs/*.trec, the resolved spec.yaml,
+plots (plots=pdf or svg for papers), and results.json, which other jobs read.
 Finished computations are cached in entries/, so that a rerun computes only new or changed rows.
 Bytes per item are reported for the vectors, and for all stored columns including token positions
 and assignments.
@@ -99,25 +104,43 @@ def _compare(arguments: Sequence[str]) -> None:
 
         maxray evaluate compare out/cranfield/evaluation out/layer5/evaluation
         maxray evaluate compare OUT_A OUT_B --output FOLDER
+        maxray evaluate compare OUT --rows mine_32.maxsim hpool_32.maxsim --rows mine_32.maxsim bm25
 
     OUT_A and OUT_B are output folders of jobs.evaluate. The job prints the means of the rows that
     both evaluations have, their difference, and the p-value of a paired randomisation test with
     Holm's correction over the rows. With --output, it writes compare.html and compare.csv with all
     measures.
+
+    --rows compares two rows of any names, the first of OUT_A and the second of OUT_B (default:
+    OUT_A), with the 95 % interval of the difference. Its p-values are corrected over the pairs.
     """
     parser = jobs.parser(_compare.__doc__, "compare")
     parser.add_argument("out_a", metavar="OUT_A", help="output folder of an evaluation")
-    parser.add_argument("out_b", metavar="OUT_B", help="output folder of another evaluation")
+    parser.add_argument(
+        "out_b", nargs="?", metavar="OUT_B", help="output folder of another evaluation"
+    )
     parser.add_argument("--output", metavar="FOLDER", help="write compare.html and compare.csv")
+    parser.add_argument(
+        "--rows", nargs=2, action="append", metavar="ROW", help="compare two rows (can be repeated)"
+    )
     args = parser.parse(arguments)
+    if args.rows and args.output:
+        parser.error("--rows cannot be combined with --output")
+    if not args.rows and not args.out_b:
+        parser.error("OUT_B is required without --rows")
     jobs.check_outputs([args.out_a], "OUT_A")
-    jobs.check_outputs([args.out_b], "OUT_B")
+    jobs.check_outputs([args.out_b or args.out_a], "OUT_B")
 
-    from pipeline.eval.compare import compare
+    from pipeline.eval.compare import compare, compare_pairs
     from pipeline.eval.report.compare import table
     from pipeline.eval.report.files import write_comparison
+    from pipeline.eval.report.tables import pairs_table
     from pipeline.runtime.atomic import check_writable
 
+    if args.rows:
+        compared_pairs = compare_pairs(args.out_a, args.out_b or args.out_a, args.rows)
+        print(pairs_table(*compared_pairs).text())
+        return
     if args.output:
         check_writable(args.output, "--output")
     compared = compare(args.out_a, args.out_b)

@@ -1,5 +1,6 @@
 """Searches an index for one query or for a file of queries.
 
+    maxray search papers/ "how does a slipstream change the lift of a wing"
     maxray search out/cranfield/index "how does a slipstream change the lift of a wing"
     maxray search INDEX "a query" --representation hpool_32 --k 5 --score hybrid
     maxray search INDEX "a query" --representation kcenter_progressive_64@16
@@ -60,7 +61,7 @@ from typing import TYPE_CHECKING, Any
 import jobs
 from jobs import _queries, _runs
 from pipeline.config import Assigned, SpecError, check_exists
-from pipeline.index import check_index
+from pipeline.index import check_index, find_index
 from pipeline.search.scores import SCORES
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
@@ -97,7 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _check_outputs(args)
     reranker = _reranker(args)
     with _open(args) as searcher:
-        options = options.resolve(searcher.index)
+        _hint(searcher, options)
+        options = options.resolve(searcher.index, searcher.device)
         _print_known(searcher, options, sys.stderr if args.json else sys.stdout)
         if args.query_vectors:
             _queries.check_vectors(searcher, queries, options.column)
@@ -125,6 +127,7 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
             "exactly one of these is required: QUERY with or without --image, --image, --queries "
             "or --query-vectors"
         )
+    args.index = find_index(args.index)
     check_index(args.index)
     for option in ("queries", "query_vectors", "image", "ids", "parents"):
         if path := getattr(args, option):
@@ -196,6 +199,16 @@ def _open(args: Namespace) -> Iterator[Searcher]:
             yield searcher
 
 
+def _hint(searcher: Searcher, options: SearchOptions) -> None:
+    from pipeline.search.candidates import AUTO, slow_search_hint
+
+    selects = options.filter or options.ids is not None or options.parents is not None
+    if options.candidates == AUTO and options.score == "maxsim" and not selects:
+        info = searcher.representation(options.representation)
+        if hint := slow_search_hint(searcher.index, info, searcher.device):
+            print(hint, file=sys.stderr)
+
+
 def _print_known(searcher: Searcher, options: SearchOptions, file: Any) -> None:
     lists = {"ids": options.ids, "parents": options.parents}
     for field, ids in lists.items():
@@ -213,7 +226,11 @@ def _search(
 ) -> None:
     from pipeline.search.formatting import format_hits
     from pipeline.search.map_files import write_hit_maps, write_hit_sheet
+    from pipeline.search.stored_items import token_representation
 
+    info = searcher.representation(options.column)
+    is_merged = info.assignment_form == "assignment"
+    is_ambiguous = is_merged and token_representation(searcher.index, info) is None
     for batch in _runs.batches(queries):
         hits_of_queries = searcher.search_with(list(batch.values()), options, reranker)
         for (query_id, query), hits in zip(batch.items(), hits_of_queries, strict=True):
@@ -226,6 +243,12 @@ def _search(
             if len(queries) > 1:
                 print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
             print(format_hits(hits, BOLD_UNDERLINED if sys.stdout.isatty() else BRACKETS))
+            if is_ambiguous and hits:
+                print(
+                    f"{options.column} merges words, and the index has no vectors of single words: "
+                    "the marked words are some of those that a matching vector represents",
+                    file=sys.stderr,
+                )
             if num_tokens := max(
                 (hit.edje.num_truncated_tokens for hit in hits if hit.edje), default=0
             ):
@@ -246,7 +269,7 @@ def _parser() -> jobs.Parser:
     from pipeline.search.options import SearchOptions
 
     parser = jobs.parser(__doc__)
-    parser.add_argument("index", help="URI of the index")
+    parser.add_argument("index", help="URI of the index, or the folder that it is beside")
     parser.add_argument("query", nargs="*", default=[], help="text query")
     parser.add_argument(
         "--image",

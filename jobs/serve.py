@@ -1,5 +1,6 @@
-r"""Serves indexes over HTTP: search, reranking, encoding and evaluation.
+r"""Serves indexes over HTTP: search page, search, reranking, encoding and evaluation.
 
+    maxray serve papers/                                    # the index papers.maxray
     maxray serve out/cranfield/index                        # on 127.0.0.1:8000
     maxray serve out/cranfield/index out/pages/index --port 8123
     maxray serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.max_k=100
@@ -12,7 +13,8 @@ r"""Serves indexes over HTTP: search, reranking, encoding and evaluation.
 Each index has the name of its folder, or of the parent of a folder `index`. Without access keys
 (--keys), the server listens only on the loopback interface. On Ctrl-C or SIGTERM, it drains
 in-flight requests and exits. The search page is at /, and the API is documented at /docs and
-/openapi.json. To start the same application on a cluster, run
+/openapi.json. All stages run in one process, unless RAY_ADDRESS or settings of other deployments
+are set. To start the same application on a cluster, with a deployment per stage, run
 `serve deploy cluster/serve/cranfield.yaml`.
 """
 
@@ -22,6 +24,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -29,12 +32,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import jobs
 from pipeline.config import (
+    JobError,
     MissingField,
     SpecError,
     Stopped,
@@ -47,7 +51,7 @@ from pipeline.config import (
     within,
 )
 from pipeline.extras import require
-from pipeline.index import check_index
+from pipeline.index import SUFFIX, check_index, find_index
 from pipeline.runtime import logs, tracing
 
 if TYPE_CHECKING:  # imported on use, so --help is fast
@@ -63,14 +67,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if jobs.run_form(FORMS, arguments):
         return
     args = _parser().parse(arguments)
+    require("ray")
     settings = _settings(args)
+    if settings.single_process is None and not os.environ.get("RAY_ADDRESS"):
+        settings = settings.model_copy(update={"single_process": not settings.scaled})
     _check_address(args.host, args.port, settings)
-    _check_indexes(settings)
+    start = time.monotonic()
+    check = _start_check(settings)
     signal.signal(signal.SIGTERM, _stop)
     set_ray_serve_env()
-    start = time.monotonic()
     jobs.say("starting Ray")
     with jobs.cluster():
+        check()
         serve(settings, args.host, args.port, start)
 
 
@@ -80,7 +88,7 @@ def _parser() -> jobs.Parser:
         "indexes",
         nargs="*",
         default=[],
-        help="URIs of indexes and settings in the form dotted.field=value",
+        help="URIs of indexes or their folders, and settings in the form dotted.field=value",
     )
     parser.add_argument("--spec", help="YAML file with the settings of the server")
     parser.add_argument(
@@ -100,7 +108,7 @@ def _port(text: str) -> int:
 
 def _settings(args: Any) -> ServeSpec:
     overrides = [a for a in args.indexes if re.match(r"[a-z_]+(\.[^/=]+)*=", a)]
-    uris = [a for a in args.indexes if a not in overrides]
+    uris = [find_index(a) for a in args.indexes if a not in overrides]
     indexes: dict[str, dict[str, str]] = {}
     for uri in uris:
         name = index_name(uri)
@@ -126,18 +134,19 @@ def _settings(args: Any) -> ServeSpec:
         overrides += [f"keys={args.keys}"] if args.keys else []
         return load(ServeSpec, args.spec, overrides)
     if not indexes:
-        raise MissingField("indexes", None, "the URI of an index, unless --spec is given")
+        raise MissingField("indexes", None, "an index or its folder, unless --spec is given")
     return parse(ServeSpec, override(settings, overrides))
 
 
 def index_name(uri: str) -> str:
     """Derives the name of an index from its folder, or from the parent of a folder called `index`.
 
-    >>> index_name("out/cranfield/index"), index_name("s3://bucket/pages/")
-    ('cranfield', 'pages')
+    >>> index_name("out/cranfield/index"), index_name("s3://bucket/pages/"), index_name("a.maxray")
+    ('cranfield', 'pages', 'a')
     """
     path = PurePosixPath(uri.rstrip("/"))
     name = path.parent.name if path.name == "index" and path.parent.name else path.name
+    name = name.removesuffix(SUFFIX) or name
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip("_.-") or "index"
 
 
@@ -157,22 +166,61 @@ def _check_address(host: str, port: int, settings: ServeSpec) -> None:
         raise SpecError("port", f"{host}:{port}", rule, f"cannot be used ({error})") from None
 
 
+def _start_check(settings: ServeSpec) -> Callable[[], None]:
+    """Runs `_check_indexes` in a process of its own. Returns a function that raises its error.
+
+    The check loads PyTorch, which this process does not need. It runs while Ray starts.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def run() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process reports it
+        try:
+            _check_indexes(settings)
+            sender.send(None)
+        except Exception as error:
+            sender.send(error)
+
+    process = context.Process(target=run, daemon=True)
+    process.start()
+    sender.close()
+
+    def finish() -> None:
+        try:
+            error = receiver.recv()
+        except EOFError:
+            raise JobError(
+                "the check of the indexes died, perhaps because memory ran out"
+            ) from None
+        process.join()
+        if error is not None:
+            raise error
+
+    return finish
+
+
 def _check_indexes(settings: ServeSpec) -> None:
-    from pipeline.search.candidates import generator_columns
+    from pipeline.search.candidates import EXACT, generator_columns, slow_search_hint
     from pipeline.search.searcher import open_index
-    from pipeline.serve.evaluations import check_folder
     from pipeline.serve.keys import Keys
 
     for index, served in settings.indexes.items():
         searcher = open_index(served.uri)
         for name in served.preload:
             searcher.representation(name)
+        if searcher.index.representations() and not served.candidates:
+            info = searcher.representation()
+            if hint := slow_search_hint(searcher.index, info, served.device):
+                jobs.say(f"{index}: {hint}")
         for number, example in enumerate(served.examples):
             with within(f"indexes.{index}.examples[{number}]"):
                 searcher.representation(example.representation)
         for name, candidates in served.candidates.items():
             with within(f"indexes.{index}.candidates.{name}"):
                 info = searcher.representation(name)
+                if candidates.generator == EXACT:
+                    continue
                 try:
                     generator_columns(searcher.index, info, candidates.generator)
                 except SpecError as error:
@@ -183,7 +231,6 @@ def _check_indexes(settings: ServeSpec) -> None:
 
             field = f"indexes.{index}.edje"
             check_stored(read_metadata(served.edje, field), served.edje, searcher.index, field)
-    check_folder(settings.evaluations)
     if settings.keys:
         Keys(settings.keys)
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jobs
-from pipeline.index import JOBS, PROGRESS, check_index
+from pipeline.index import JOBS, PROGRESS, check_index, find_index
 from pipeline.runtime.progress import Display, Snapshot, open_display
 from pipeline.runtime.text import Table
 
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--json cannot be combined with --watch; use --progress json")
     if args.watch and args.rejects:
         parser.error("--rejects cannot be combined with --watch")
+    args.index = find_index(args.index)
     check_index(args.index)
     if args.watch:
         with open_display(args.progress) as display:
@@ -66,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def watch(uri: str, display: Display) -> None:
     """Shows the progress of the job that writes to an index, on any machine, until it ends."""
-    from pipeline.index.reader import Index
+    from pipeline.index.reader import IndexReader
 
-    lease = Index(uri).lease()
+    lease = IndexReader(uri).lease()
     if lease is None:
         display.say(f"no job is writing to {uri}")
         return
@@ -83,7 +84,7 @@ def watch(uri: str, display: Display) -> None:
                 display.show(snapshot)
         is_stale = time.monotonic() - changed > STALE_SECONDS
         if not text or is_stale:
-            lease = Index(uri).lease()
+            lease = IndexReader(uri).lease()
             if lease is None or lease.job != job:
                 break
         if is_stale:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import jobs
 from pipeline import config
 from pipeline.config import SpecError
+from pipeline.extras import require
 from pipeline.index import check_index
 from pipeline.search.scores import VECTOR_SCORES
 
@@ -68,6 +69,8 @@ def train(runs: Mapping[str, TrainSpec], args: argparse.Namespace) -> None:
     from pipeline.train.checkpoints import Checkpoints
 
     workers = None
+    if not (args.in_process or args.dry_run):
+        require("ray")
     if args.resources and args.in_process:
         raise SpecError("--resources", args.resources, "omitted with --in-process")
     if args.resources:

@@ -8,15 +8,15 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["Composed", "__version__", "open_index"]
+__all__ = ["Composed", "Index", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # Ray and Lance are imported lazily because the core also runs without them.
-    if name == "open_index":
-        from pipeline.search.searcher import open_index
+    # Imported lazily, because torch and Lance take seconds.
+    if name == "Index":
+        from pipeline.search.library import Index
 
-        return open_index
+        return Index
     if name == "Composed":
         from pipeline.schema import Composed
 

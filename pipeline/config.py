@@ -288,6 +288,16 @@ def absolute(uri: str) -> str:
     return local_path(uri)
 
 
+def location(value: Any, field: str) -> str:
+    """Returns the absolute path or the URI that an argument of a Python call contains."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise SpecError(field, value, "a path or a URI")
+    with within(field), reading("", value, "a path or a URI"):
+        Path(path).exists()  # raises an error for a long name
+        return absolute(path)
+
+
 @contextlib.contextmanager
 def reading(
     field: str, value: Any, rule: str, *errors: type[Exception], problem: str = "cannot be read"
@@ -373,8 +383,8 @@ def describe(errors: Sequence[Mapping[str, Any]], root: str = "spec") -> SpecErr
     return InvalidValue(field or root, first["input"], first["msg"])
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML loader that rejects duplicate keys in mappings."""
+class _UniqueKeyLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Safe YAML loader that rejects duplicate keys in mappings. It is in C where PyYAML has it."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [
@@ -418,7 +428,7 @@ def read(path: str, role: str) -> dict[str, Any]:
         reading(role, path, rule, ValueError, ImportError, RecursionError, yaml.YAMLError),
         open_file(path, "r") as file,
     ):
-        data = yaml.load(file, _UniqueKeyLoader)
+        data = yaml.load(file.read(), _UniqueKeyLoader)
     if not isinstance(data, dict):
         raise SpecError(role, path, rule, "has none")
     return data
@@ -465,7 +475,7 @@ class Assigned(str):
         """Returns the text parsed as YAML."""
         errors = (ValueError, RecursionError, yaml.YAMLError)
         with reading("", str(self), "a YAML value", *errors, problem="cannot be parsed"):
-            return yaml.load(self, _UniqueKeyLoader)
+            return yaml.load(str(self), _UniqueKeyLoader)
 
 
 def _with_types(value: Any, annotation: Any) -> Any:

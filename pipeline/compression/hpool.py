@@ -16,8 +16,8 @@ from scipy.cluster import hierarchy
 from scipy.spatial.distance import pdist, squareform
 from threadpoolctl import threadpool_limits
 
-from pipeline.compression import Budget, Budgeted, group_sizes, group_sums
-from pipeline.tokens import TokenBatch, masked_vectors, normalise, unit_vectors
+from pipeline.compression import Budget, Budgeted, group_means
+from pipeline.tokens import TokenBatch, masked_vectors, unit_vectors
 
 #: If a squared distance is below this fraction of the squared norms, it is recomputed by
 #: subtraction to avoid cancellation.
@@ -79,24 +79,6 @@ class HPool(Budgeted["HPool.Spec"]):
         if self.spec.average == "raw":
             tokens_BND = masked_vectors(batch)
         return group_means(batch, tokens_BND, assignment_BN, budgets_B)
-
-
-def group_means(
-    batch: TokenBatch,
-    tokens_BND: torch.Tensor,
-    assignment_BN: torch.Tensor,
-    budgets_B: torch.Tensor,
-) -> TokenBatch:
-    """Returns a batch that contains the normalised mean of the vectors of each group."""
-    num_outputs = int(budgets_B.max()) if len(batch) else 0
-    sums_BKD = group_sums(tokens_BND, assignment_BN, num_outputs)
-    return TokenBatch(
-        vectors=normalise(sums_BKD),  # division by the counts would not change the direction
-        mask=group_sizes(assignment_BN, num_outputs) > 0,
-        normalised=True,
-        pooled=batch.pooled,
-        assignment=assignment_BN,
-    )
 
 
 def hierarchical_groups(

@@ -91,6 +91,19 @@ class Source(ABC, Generic[ComponentSpecT]):
         return ItemSize(num_bytes, -(-num_bytes // BYTES_PER_TOKEN))
 
     @property
+    def num_parts(self) -> int:
+        """Number of parts, which are divided into shards separately."""
+        return 1
+
+    def covers(self, parent_id: str) -> bool:
+        """Checks whether an indexed document would be listed if it still existed."""
+        return True
+
+    def hides_items(self, reject: Reject) -> bool:
+        """Checks whether an entry that cannot be listed may contain any items of the source."""
+        return reject.retryable
+
+    @property
     def copies_files(self) -> bool:
         """True if reading an item copies its whole file to this machine."""
         return False

@@ -10,13 +10,74 @@ import pyarrow as pa
 from pydantic import Field, field_validator
 
 from pipeline import config
-from pipeline.config import ComponentSpec, SpecError, within
+from pipeline.config import ComponentSpec, ComponentSpecT, SpecError, within
 from pipeline.data.base import ItemSize, NoFiles, Source
 from pipeline.registry import SOURCES, SourceSpec
 from pipeline.schema import Item, Reject
 
 
-class Combined(Source["Combined.Spec"]):
+class PartedSource(Source[ComponentSpecT]):
+    """Base class of sources whose shards belong to one of several sources.
+
+    Shards are `{"source": number of the source, "shard": ...}`.
+    """
+
+    _sources: Sequence[Source]
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of all sources."""
+        return sum(source.num_parts for source in self._sources)
+
+    @property
+    def stores_listing(self) -> bool:
+        """True if at least one of the sources stores its listing."""
+        return any(source.stores_listing for source in self._sources)
+
+    def unit_limit(self, shard: dict[str, Any]) -> int:
+        """Returns the limit of the source that the shard belongs to."""
+        return self._sources[shard["source"]].unit_limit(shard["shard"])
+
+    def item_size(self, shard: dict[str, Any], item: Item) -> ItemSize:
+        """Returns the size of an item according to its source."""
+        return self._sources[shard["source"]].item_size(shard["shard"], item)
+
+    @property
+    def copies_files(self) -> bool:
+        """True if at least one of the sources copies whole files."""
+        return any(source.copies_files for source in self._sources)
+
+    def covers(self, parent_id: str) -> bool:
+        """Checks whether one of the sources would list an indexed document."""
+        return any(source.covers(parent_id) for source in self._sources)
+
+    def hides_items(self, reject: Reject) -> bool:
+        """Checks whether a reject may contain items of one of the sources."""
+        return any(source.hides_items(reject) for source in self._sources)
+
+    @property
+    def parts(self) -> Sequence[Source]:
+        """The sources."""
+        return self._sources
+
+    @functools.cached_property
+    def payload(self) -> pa.Schema:
+        """The payload columns of all sources."""
+        columns = {f.name: f for source in self._sources for f in source.payload}
+        return pa.schema(list(columns.values()))
+
+    def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
+        """Yields the items of a shard."""
+        return self._sources[shard["source"]].scan(shard["shard"])
+
+    def decode(
+        self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
+    ) -> Iterator[Item | Reject]:
+        """Yields the requested items. The payload of each item is loaded by its source."""
+        return self._sources[shard["source"]].decode(shard["shard"], items)
+
+
+class Combined(PartedSource["Combined.Spec"]):
     """The items of several sources, in the order of the sources.
 
     The spec is `source: [{name: text, ...}, {name: pages, ...}]`. Each source has its own
@@ -48,39 +109,15 @@ class Combined(Source["Combined.Spec"]):
         super().__init__(spec, wants)
         self._sources: list[Source] = [SOURCES.build(s, wants) for s in spec.sources]
 
-    @property
-    def stores_listing(self) -> bool:
-        """True if at least one of the sources stores its listing."""
-        return any(source.stores_listing for source in self._sources)
-
     @classmethod
     def leaf_specs(cls, spec: Spec) -> list[ComponentSpec]:
         """Returns the specs of the sources."""
         return [leaf for s in spec.sources for leaf in SOURCES.load(s.name).leaf_specs(s)]
 
-    def unit_limit(self, shard: dict[str, Any]) -> int:
-        """Returns the limit of the source that the shard belongs to."""
-        return self._sources[shard["source"]].unit_limit(shard["shard"])
-
-    def item_size(self, shard: dict[str, Any], item: Item) -> ItemSize:
-        """Returns the size of an item according to its source."""
-        return self._sources[shard["source"]].item_size(shard["shard"], item)
-
-    @property
-    def copies_files(self) -> bool:
-        """True if at least one of the sources copies whole files."""
-        return any(source.copies_files for source in self._sources)
-
     @property
     def collections(self) -> tuple[str, ...]:
         """The collections of all sources."""
         return tuple(name for source in self._sources for name in source.collections)
-
-    @functools.cached_property
-    def payload(self) -> pa.Schema:
-        """The payload columns of all sources."""
-        columns = {f.name: f for source in self._sources for f in source.payload}
-        return pa.schema(list(columns.values()))
 
     def check(self) -> None:
         """Raises `SpecError` if at least one of the sources contains no items."""
@@ -107,13 +144,3 @@ class Combined(Source["Combined.Spec"]):
         for number, source in enumerate(self._sources):
             for shard in source.shards():
                 yield {"source": number, "shard": shard}
-
-    def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
-        """Yields the items of a shard."""
-        return self._sources[shard["source"]].scan(shard["shard"])
-
-    def decode(
-        self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
-    ) -> Iterator[Item | Reject]:
-        """Yields the requested items. The payload of each item is loaded by its source."""
-        return self._sources[shard["source"]].decode(shard["shard"], items)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -69,7 +71,11 @@ def resolve_folder(uri: str) -> tuple[AbstractFileSystem, str]:
     return (fs, folder) if is_file else (fs, root)
 
 
-def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
+def walk(
+    fs: AbstractFileSystem,
+    root: str,
+    is_closed: Callable[[str, list[str]], bool] = lambda folder, children: False,
+) -> Iterator[tuple[str, int | None]]:
     """Yields all files below a folder, sorted by name.
 
     The next `LIST_THREADS` folders are listed in advance, because object stores answer slowly.
@@ -94,9 +100,10 @@ def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
                     listed[folder] = pool.submit(_children, fs, root, folder)
                 try:
                     children = sorted(listed.pop(path).result(), reverse=True)
-                    pending += children
-                    waiting.extendleft(name for name, size in children if size is None)
-                    continue
+                    if path == root or not is_closed(path, [name for name, _ in children]):
+                        pending += children
+                        waiting.extendleft(name for name, size in children if size is None)
+                        continue
                 except OSError:
                     pass
             yield path[len(root) :].lstrip("/"), num_bytes
@@ -173,6 +180,17 @@ def _size(fs: AbstractFileSystem, path: str, size: int) -> int:
     except OSError:
         pass
     return size
+
+
+@contextmanager
+def local_copy(fs: AbstractFileSystem, path: str, suffix: str = "") -> Iterator[str]:
+    """Context manager for the path of a local file, or of a temporary copy of another file."""
+    if isinstance(fs, LocalFileSystem):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(suffix=suffix) as copy:
+        fs.get_file(path, copy.name)
+        yield copy.name
 
 
 def file_state(fs: AbstractFileSystem, path: str) -> Any:

@@ -22,7 +22,7 @@ from pydantic import Field
 from pipeline import config
 from pipeline.data.base import NO_PREVIEW, Source, make_revision
 from pipeline.data.decode import Unreadable
-from pipeline.data.decode.process import DecodingProcess, Limits, decoding_process
+from pipeline.data.decode.process import DecodingProcess, Limits, check_decoder, decoding_process
 from pipeline.data.decode.untrusted import TAR_ERRORS, TarArchive, check_regular, open_file
 from pipeline.data.files import (
     SPECIAL_FILE_SIZE,
@@ -182,7 +182,8 @@ class MediaSource(Source[MediaSpecT]):
     # -- listing -----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises `SpecError` if there is nothing to read."""
+        """Raises `SpecError` if there is nothing to read, or `MissingExtra` without a decoder."""
+        check_decoder(self.module)
         fs, root = existing_root(self.spec.path)
         suffixes = (*self.suffixes, *self.containers)
         check_suffix(fs, root, self.spec.path, (*suffixes, *self.lists))

@@ -5,20 +5,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
 
-from pipeline import config, extras
+from pipeline import config
 from pipeline.data.base import ItemSize, Source, make_revision
 from pipeline.data.decode import Unreadable
-from pipeline.data.decode.process import DecodingProcess, Limits, decoding_process
-from pipeline.data.decode.untrusted import check_regular
+from pipeline.data.decode.process import DecodingProcess, Limits, check_decoder, decoding_process
+from pipeline.data.decode.untrusted import check_regular, open_file
 from pipeline.data.files import (
     check_suffix,
     escape,
@@ -26,6 +24,7 @@ from pipeline.data.files import (
     file_state,
     find_files,
     first_file,
+    local_copy,
     resolve_folder,
 )
 from pipeline.schema import Item, Reject, item_id_problem, payload_schema
@@ -113,7 +112,7 @@ class Pages(Source["Pages.Spec"]):
 
     def check(self) -> None:
         """Checks that the source contains documents and that the PDF library is installed."""
-        extras.require("pypdfium2")
+        check_decoder("pdf")
         fs, root = existing_root(self.spec.path)
         check_suffix(fs, root, self.spec.path, (SUFFIX,))
         first_file(self._files(), self.spec.path, f"a folder with {SUFFIX} files")
@@ -168,7 +167,6 @@ class Pages(Source["Pages.Spec"]):
 
     @property
     def _process(self) -> DecodingProcess:
-        extras.require("pypdfium2")  # the process would fail with a less helpful error
         return decoding_process("pdf", self.spec.limits)
 
     @functools.cached_property
@@ -188,12 +186,8 @@ class Pages(Source["Pages.Spec"]):
         max_bytes, size = self.spec.max_file_bytes, fs.size(path_in_fs)
         if size is not None and size > max_bytes:
             raise Unreadable("too large", f"must be at most {max_bytes:,} bytes, got {size:,}")
-        if isinstance(fs, LocalFileSystem):
-            yield path_in_fs
-            return
-        with tempfile.NamedTemporaryFile(suffix=SUFFIX) as copy:
-            fs.get_file(path_in_fs, copy.name)
-            yield copy.name
+        with local_copy(fs, path_in_fs, SUFFIX) as path:
+            yield path
 
     def _scan_file(self, file: str) -> Iterator[Item | Reject]:
         problem = item_id_problem(f"{file}#page=100000")
@@ -232,6 +226,13 @@ class Pages(Source["Pages.Spec"]):
         """Returns a value that changes whenever the document of an item is written."""
         fs, folder = self._folder
         return file_state(fs, f"{folder}/{item['parent_id']}")
+
+    @contextmanager
+    def open_file(self, item: dict[str, Any]) -> Iterator[tuple[BinaryIO, int, int]]:
+        """Opens the document of an indexed item."""
+        fs, folder = self._folder
+        with open_file(fs, f"{folder}/{item['parent_id']}") as stream:
+            yield stream, 0, stream.seek(0, 2)
 
     def _decode_document(self, document: str, items: Sequence[Item]) -> Iterator[Item | Reject]:
         numbers = [int(item.span[1]) for item in items if item.span]

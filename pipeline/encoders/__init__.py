@@ -6,6 +6,7 @@ Each model family is one module of this package.
 from __future__ import annotations
 
 import contextlib
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
 from pipeline.data.decode import Unreadable
 from pipeline.encoders.appended import AppendedTokens
-from pipeline.encoders.templates import Templates
+from pipeline.encoders.templates import DEFAULT_INSTRUCTION, Templates
 from pipeline.schema import is_blank
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
@@ -62,6 +63,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
     Attributes:
         default_inputs: Names in `schema.PAYLOAD` of the inputs that every item must have, unless
             `required_inputs` is overridden.
+        default_query_kinds: Supported keys of `QUERY_KINDS`, unless `query_kinds` is overridden.
         has_preprocessor: Whether `preprocessor` does any work.
         supports_device_map: Whether the model can be distributed over the GPUs of an actor. See
             `sequences`.
@@ -81,6 +83,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
 
     Spec: ClassVar[type[ComponentSpec]]
     default_inputs: ClassVar[tuple[str, ...]]
+    default_query_kinds: ClassVar[tuple[str, ...]] = ("text",)
     has_preprocessor: ClassVar[bool] = False
     supports_device_map: ClassVar[bool] = False
     empty_reason: ClassVar[str] = "no tokens"
@@ -95,6 +98,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
     has_confidence: bool = False
     fingerprint: str
     spec: ComponentSpecT
+    _instruction: str = DEFAULT_INSTRUCTION
 
     @classmethod
     @abstractmethod
@@ -134,7 +138,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
     @classmethod
     def query_kinds(cls, spec: ComponentSpecT) -> tuple[str, ...]:
         """Returns the supported keys of `QUERY_KINDS`, or none if queries are vectors."""
-        return ("text",)
+        return cls.default_query_kinds
 
     @classmethod
     def attention(cls, spec: ComponentSpecT) -> AttentionInfo | None:
@@ -232,13 +236,15 @@ class Encoder(ABC, Generic[ComponentSpecT]):
     def with_instruction(self, instruction: str) -> Self:
         """Returns the encoder with the instruction of a task in its query template.
 
-        The model is shared. The fingerprint does not change, because it contains the template.
-        Encoders whose template has no slot for an instruction return themselves.
+        The model is shared. The fingerprint does not change, because it contains the template,
+        which may have no slot for an instruction.
 
         Args:
             instruction: Description of what the queries search for.
         """
-        return self
+        instructed = copy.copy(self)
+        instructed._instruction = instruction
+        return instructed
 
     def templates(self) -> Templates | None:
         """Returns the templates of queries and items, with the instruction of a task if any.

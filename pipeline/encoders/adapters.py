@@ -9,7 +9,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from pipeline import extras
@@ -53,8 +52,7 @@ def merge_adapter(model: PreTrainedModel, path: Path, field: str, value: str) ->
     from peft import PeftConfig, PeftModel, set_peft_model_state_dict
 
     rule = "a LoRA adapter of the model"
-    errors = (*LOAD_ERRORS, RuntimeError, SafetensorError)
-    with reading(field, value, rule, *errors):
+    with reading(field, value, rule, *LOAD_ERRORS):
         settings: Any = PeftConfig.from_pretrained(str(path.parent))
         stored = safetensors.torch.load_file(path)
 
@@ -63,6 +61,7 @@ def merge_adapter(model: PreTrainedModel, path: Path, field: str, value: str) ->
     matrices: dict[str, torch.Tensor] = {}
     replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # whole layers and biases
     adapted: set[str] = set()
+    saved: set[str] = set()  # layers with weights of their own
     for key, tensor in stored.items():
         # Some checkpoints keep the name of the adapter.
         name = key.removeprefix(PREFIX).replace(".default.", ".")
@@ -74,17 +73,21 @@ def merge_adapter(model: PreTrainedModel, path: Path, field: str, value: str) ->
         if is_matrix:
             adapted.add(found)
             matrices[f"{PREFIX}{found}.lora_{matrix}"] = tensor
+        elif found.shape != tensor.shape:
+            shapes = (" x ".join(map(str, shape)) for shape in (tensor.shape, found.shape))
+            raise SpecError(field, value, rule, f"has {key} of shape {' instead of '.join(shapes)}")
         else:
             replaced.append((found, tensor))
-    if missing := _missing_layer(model, settings, adapted):
-        raise SpecError(field, value, rule, f"has no weights of the layer {missing}")
-
-    settings.target_modules, settings.bias = adapted, "none"
-    settings.modules_to_save = settings.layers_to_transform = settings.exclude_modules = None
-    for pattern in (settings.rank_pattern, settings.alpha_pattern):
-        for name in [name for name in pattern if canonical(name) in layers]:
-            pattern[layers[canonical(name)]] = pattern.pop(name)
-    with reading(field, value, rule, *errors), torch.no_grad():
+            if layer.endswith(".weight"):
+                saved.add(layers[canonical(layer.removesuffix(".weight"))])
+    with reading(field, value, rule, *LOAD_ERRORS, re.error), torch.no_grad():
+        if missing := _missing_layer(model, settings, adapted | saved):
+            raise SpecError(field, value, rule, f"has no weights of the layer {missing}")
+        settings.target_modules, settings.bias = adapted, "none"
+        settings.modules_to_save = settings.layers_to_transform = settings.exclude_modules = None
+        for pattern in (settings.rank_pattern, settings.alpha_pattern):
+            for name in [name for name in pattern if canonical(name) in layers]:
+                pattern[layers[canonical(name)]] = pattern.pop(name)
         for parameter, tensor in replaced:
             parameter.copy_(tensor)
         tuned = PeftModel(model, settings)
@@ -101,10 +104,11 @@ def _missing_layer(model: PreTrainedModel, settings: Any, adapted: Collection[st
     if settings.target_modules in (None, "all-linear"):
         return None
     # The projection has another name in ColIdefics3, whose adapters do not contain it.
+    without = "custom_text_proj" if model.config.model_type == "idefics3" else None
     linear = (
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and name != "custom_text_proj"
+        if isinstance(module, torch.nn.Linear) and name != without
     )
     selected = (name for name in linear if check_target_module_exists(settings, canonical(name)))
     return next((name for name in selected if name not in adapted), None)

@@ -300,18 +300,19 @@ def tap_rows(
     kind_BL: torch.Tensor,
     mask_BL: torch.Tensor,
     taps: Sequence[Tap],
-    pooled_position: Literal["first", "last"] = "last",
+    pooled_position: Literal["first", "last", "mean"] = "last",
 ) -> dict[int, torch.Tensor]:
     """Returns the weights (S, B, L) with which S statistics sum attention rows, by layer.
 
     `mask_BL` is False at padding and at appended tokens. Each tap has one layer. The model pools
-    the hidden state at `pooled_position`.
+    the hidden state at `pooled_position`, or the mean of all.
     """
     position = torch.arange(mask_BL.shape[1], device=mask_BL.device)
     content = torch.isin(kind_BL, kind_BL.new_tensor(CONTENT)) & mask_BL
     last = position == (mask_BL * position).argmax(dim=1, keepdim=True)
     first = position == mask_BL.int().argmax(dim=1, keepdim=True)
-    pooled = first if pooled_position == "first" else last
+    mean = mask_BL / mask_BL.sum(dim=1, keepdim=True)
+    pooled = {"first": first, "last": last, "mean": mean}[pooled_position]
     weights = {"column_sums": content, "eos_row": last, "pooled_row": pooled}
     return {
         layer: torch.stack(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from PIL import Image
 
+from pipeline.config import ComponentSpecT
+from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.encoders.images import open_query_image
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.tokens import TokenBatch, normalise, pad
 
@@ -75,6 +80,39 @@ def join_parts(
         flat = torch.stack(list(pooled)) if pooled else torch.zeros(0, dim)
         pooled_BP = normalise(pad(flat, np.array(counts))[0].sum(dim=1))
     return TokenBatch(normalise(vectors_BND), mask_BN, normalised=True, pooled=pooled_BP)
+
+
+class PartsEncoder(Encoder[ComponentSpecT]):
+    """Base class of encoders that leave the tokens of texts and images to another program.
+
+    The spec selects "text" or "images" in its field `documents`.
+    """
+
+    default_inputs = ()
+    normalised = True
+    has_spans = False
+    has_extents = False
+    empty_reason = "no content"
+
+    @classmethod
+    def supported_inputs(cls, spec: Any) -> tuple[str, ...]:
+        """Returns the inputs selected by `documents`."""
+        return ("text",) if spec.documents == "text" else ("image", "frames")
+
+    @classmethod
+    def query_kinds(cls, spec: Any) -> tuple[str, ...]:
+        """Returns "text" and, for models of images, "image"."""
+        return ("text",) if spec.documents == "text" else ("text", "image")
+
+    def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
+        """Encodes image queries like items, in order."""
+        if "image" not in self.query_kinds(self.spec):
+            raise self._not_read("image")
+        return self._encode_opened([open_query_image(data) for data in images])
+
+    @abstractmethod
+    def _encode_opened(self, images: Sequence[Image.Image]) -> EncodedQueries:
+        """Encodes decoded image queries like items, in order."""
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:

@@ -27,13 +27,11 @@ from pipeline.encoders import AttentionInfo, check_query_size
 from pipeline.encoders.appended import AppendedTokens, AppendedTokensSpec
 from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
-    ADAPTER_SETTINGS,
     NOT_IN_FINGERPRINTS,
     SETTINGS,
     TOKENIZER_FILES,
     WEIGHTS,
     CheckpointSpec,
-    adapter_folders,
     check_checkpoint,
     check_tokenizer,
     checkpoint_fingerprint,
@@ -45,6 +43,7 @@ from pipeline.encoders.loading import (
     load_model_config,
     load_processor,
     require_one_of,
+    weight_files,
 )
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.reader import Reader
@@ -67,6 +66,16 @@ TYPES = ("bert", "modernbert")
 PYLATE, ORIGINAL = PROMPTS_FILE, "artifact.metadata"
 MODULES = "modules.json"
 USAGE = [PYLATE, ORIGINAL, MODULES, "*_Dense/config.json"]
+#: Names of the fields of `Usage` in these two files.
+SETTING_NAMES = {
+    "query_prefix": ("query_prefix", "query_token_id"),
+    "document_prefix": ("document_prefix", "doc_token_id"),
+    "query_length": ("query_length", "query_maxlen"),
+    "document_length": ("document_length", "doc_maxlen"),
+    "augment": ("do_query_expansion", ""),
+    "attend_to_augmentation": ("attend_to_expansion_tokens", "attend_to_mask_tokens"),
+    "skiplist": ("skiplist_words", "skiplist"),
+}
 #: Activation of a linear layer in PyLate's configuration.
 LINEAR = "torch.nn.modules.linear.Identity"
 #: Types of modules in PyLate's list.
@@ -201,9 +210,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
     @classmethod
     def weight_files(cls, spec: Spec) -> list[Path]:
         """Returns the weight files of the model, its adapter and its projection."""
-        adapters = adapter_folders(spec, [*WEIGHTS, ADAPTER_SETTINGS])
-        folders = {checkpoint_folder(spec, WEIGHTS), *adapters, *projection_folders(spec)}
-        return [path for folder in folders if folder for path in folder.glob("*.safetensors")]
+        return weight_files(spec, *projection_folders(spec))
 
     def save(self, folder: Path) -> None:
         """Saves the model, its tokenizer, its projection and the formatting of texts, as PyLate."""
@@ -288,54 +295,32 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
 class Usage:
     """Formatting of queries and documents with defaults applied, see `ColBERT.Spec`."""
 
-    query_prefix: str
-    document_prefix: str
-    query_length: int
-    document_length: int
-    augment: bool
-    attend_to_augmentation: bool
-    skiplist: tuple[str, ...]
+    query_prefix: str = "[unused0]"
+    document_prefix: str = "[unused1]"
+    query_length: int = 32
+    document_length: int = 180
+    augment: bool = True
+    attend_to_augmentation: bool = False
+    skiplist: tuple[str, ...] = tuple(string.punctuation)
 
     @classmethod
     def resolve(cls, spec: ColBERT.Spec) -> Usage:
         """Fills in missing fields of a spec from the checkpoint, or else from the original code."""
         folder = checkpoint_folder(spec, USAGE)
         _check_format(spec, folder)
-        pylate, original = (
-            load_json(folder / name, spec.model) or {} for name in (PYLATE, ORIGINAL)
-        )
-        for field, candidates in {
-            "query_prefix": {PYLATE: "query_prefix", ORIGINAL: "query_token_id"},
-            "document_prefix": {PYLATE: "document_prefix", ORIGINAL: "doc_token_id"},
-        }.items():
-            for (origin, key), settings in zip(candidates.items(), (pylate, original), strict=True):
-                check_declared(spec, field, getattr(spec, field), settings.get(key), origin)
-        punctuation = tuple(string.punctuation)
-        values = {
-            "query_prefix": (pylate.get("query_prefix"), original.get("query_token_id")),
-            "document_prefix": (pylate.get("document_prefix"), original.get("doc_token_id")),
-            "query_length": (pylate.get("query_length"), original.get("query_maxlen")),
-            "document_length": (pylate.get("document_length"), original.get("doc_maxlen")),
-            "augment": (pylate.get("do_query_expansion"),),
-            "attend_to_augmentation": (
-                pylate.get("attend_to_expansion_tokens"),
-                original.get("attend_to_mask_tokens"),
-            ),
-            "skiplist": (
-                pylate.get("skiplist_words"),
-                () if original.get("mask_punctuation") is False else None,
-            ),
-        }
-        defaults = cls("[unused0]", "[unused1]", 32, 180, True, False, punctuation)
-        resolved = {
-            name: next(
-                value
-                for value in (getattr(spec, name), *candidates, getattr(defaults, name))
-                if value is not None
-            )
-            for name, candidates in values.items()
-        }
-        return cls(**resolved | {"skiplist": tuple(resolved["skiplist"])})
+        files = {name: load_json(folder / name, spec.model) or {} for name in (PYLATE, ORIGINAL)}
+        if files[ORIGINAL].get("mask_punctuation") is False:
+            files[ORIGINAL]["skiplist"] = ()
+        resolved: dict[str, Any] = {}
+        for field, names in SETTING_NAMES.items():
+            value = getattr(spec, field)
+            for (origin, settings), name in zip(files.items(), names, strict=True):
+                if field in ("query_prefix", "document_prefix"):
+                    check_declared(spec, field, getattr(spec, field), settings.get(name), origin)
+                value = settings.get(name) if value is None else value
+            if value is not None:
+                resolved[field] = tuple(value) if field == "skiplist" else value
+        return cls(**resolved)
 
     def query_settings(self) -> dict[str, Any]:
         """Returns the settings that affect queries."""
@@ -344,15 +329,7 @@ class Usage:
 
     def pylate_settings(self) -> dict[str, Any]:
         """Returns the settings under PyLate's names, from which `resolve` reads them."""
-        return {
-            "query_prefix": self.query_prefix,
-            "document_prefix": self.document_prefix,
-            "query_length": self.query_length,
-            "document_length": self.document_length,
-            "do_query_expansion": self.augment,
-            "attend_to_expansion_tokens": self.attend_to_augmentation,
-            "skiplist_words": list(self.skiplist),
-        }
+        return {names[0]: getattr(self, field) for field, names in SETTING_NAMES.items()}
 
 
 class ColBERTReader(Reader["ColBERT.Spec"]):

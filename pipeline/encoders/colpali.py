@@ -22,6 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import ModelOutput
 
+from pipeline.config import SpecError
 from pipeline.encoders import AttentionInfo
 from pipeline.encoders.families import FAMILIES, Family, projection_names
 from pipeline.encoders.layers import attention_info, make_bidirectional
@@ -36,7 +37,6 @@ from pipeline.encoders.loading import (
     load_linear,
     load_model,
     load_model_config,
-    weight_shapes,
 )
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.pages import PageReader, PageSpec, page_reader
@@ -44,6 +44,7 @@ from pipeline.encoders.qwen_model import positioned
 from pipeline.encoders.qwen_omni import thinker_inputs
 from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.encoders.trained import appended_hashes, check_appended_tokens
+from pipeline.runtime.checkpoint import check_safetensors, read_headers
 
 #: Classes of transformers by the type of their vision-language models.
 TRANSFORMERS: dict[str, type[PreTrainedModel]] = {
@@ -73,6 +74,7 @@ class ColPali(SequenceEncoder[PageSpec]):
 
     Spec = PageSpec
 
+    default_query_kinds = ("text", "image")
     pooled_dim = None
     empty_reason = "no image"
     has_projection = True
@@ -112,6 +114,8 @@ class ColPali(SequenceEncoder[PageSpec]):
             default = cls.Spec.model_fields[field].default
             is_valid = is_supported or getattr(spec, field) == default
             spec.require(is_valid, field, f"{default} for {family.title}")
+        is_evie = getattr(settings, "mrl_prefix", False)  # only EVIE-4.5B has this field
+        spec.require(spec.bidirectional or not is_evie, "bidirectional", "true for EVIE")
         has_tiles = family.media == "tiles" or spec.output_tokens != "tiles"
         spec.require(has_tiles, "output_tokens", f"all or visual for {family.title}")
         width = settings.get_text_config().hidden_size
@@ -134,11 +138,6 @@ class ColPali(SequenceEncoder[PageSpec]):
         """
         settings, _ = _declared(spec)
         return attention_info(settings.get_text_config(), ("column_sums", "eos_row"), spec)
-
-    @classmethod
-    def query_kinds(cls, spec: PageSpec) -> tuple[str, ...]:
-        """Returns "text" and "image"."""
-        return ("text", "image")
 
     @classmethod
     def load(cls, spec: PageSpec, device_map: str | None) -> PreTrainedModel:
@@ -239,15 +238,23 @@ def _load_engine_model(
 ) -> PreTrainedModel:
     # The width is that of the weights, because few checkpoints record it.
     folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
-    shapes = weight_shapes(folder, spec.model)
-    name = projection_names(shapes).get("weight")
+    check_safetensors(spec.model, folder)
+    headers = read_headers(folder)
+    name = projection_names(headers).get("weight")
     if name is None:
-        check_checkpoint(spec, *FAMILIES, has_projection=True)
-    width, _ = shapes[cast(str, name)]
+        raise SpecError(
+            "model", spec.model, f"a {title} with a projection", "has no weights of one"
+        )
+    width = next(iter(headers[name]["shape"]), 1)
     backbone: Any = MODEL_MAPPING[type(settings)]
     model_class = projected(title, backbone, type(settings), width)
     model: Any = load_model(spec, model_class, device_map, renamed=ENGINE_NAMES)
     model._weight_conversions = []  # saving would try to restore the former names
+    if dims := getattr(settings, "dims", None):  # of Ops-ColQwen3, which keeps the first ones
+        layer = model.custom_text_proj
+        for name, parameter in layer.named_parameters():
+            setattr(layer, name, torch.nn.Parameter(parameter[:dims]))
+        layer.out_features = len(layer.weight)
     return model
 
 

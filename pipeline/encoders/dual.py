@@ -86,7 +86,11 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         """Also keep the class token of CLIP, with kind `SPECIAL`."""
         documents: Literal["images", "text"] = "images"
         """Content of an item that is encoded: its images, or its text for image-to-text retrieval.
-        A text that exceeds the text tower is rejected."""
+        A text that exceeds the text tower is rejected, or truncated by `overlong`."""
+        overlong: Literal["reject", "truncate"] = "reject"
+        """Reject texts with more tokens than the text tower has positions, or "truncate" them as
+        the models' own code does.
+        """
         normalise: bool = False
         """Normalise the token vectors to unit length."""
         max_patches: int | None = Field(None, ge=1)
@@ -97,6 +101,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         2 checkpoints do not.
         """
 
+    default_query_kinds = ("text", "image")
     empty_reason = "no image"
     pooled_position = "first"
 
@@ -108,7 +113,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         self.pooled_dim = single_vector_dim(settings)
         self.logit_scale = self.model.logit_scale.exp().item()
         # The resolved layer is hashed, because null and a number can select the same one.
-        ignored = {*NOT_IN_FINGERPRINTS, "layer", "documents"} - {"normalise"}
+        ignored = {*NOT_IN_FINGERPRINTS, "layer", "documents", "overlong"} - {"normalise"}
         self.fingerprint = checkpoint_fingerprint(spec, ignored, layer=self._layer)
 
     @classmethod
@@ -140,11 +145,6 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         settings = check_checkpoint(spec, *CLASSES)
         pooled = ("pooled_row",) if settings.model_type == "clip" else ()
         return attention_info(settings.vision_config, ("column_sums", *pooled))
-
-    @classmethod
-    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
-        """Returns "text" and "image"."""
-        return ("text", "image")
 
     @classmethod
     def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
@@ -346,7 +346,7 @@ class DualReader(Reader["Dual.Spec"]):
             encoded = tokenizer(
                 [text.lower() if self.spec.lowercase else text],
                 max_length=max_length,
-                truncation=False,
+                truncation=self.spec.overlong == "truncate",
                 split_special_tokens=True,  # special tokens spelled out in the text are plain text
                 return_tensors="pt",
                 return_attention_mask=True,

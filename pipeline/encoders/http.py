@@ -7,10 +7,9 @@ Images are sent as vLLM's chat messages with a data URL, one image per request.
 from __future__ import annotations
 
 import base64
-import copy
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -21,12 +20,12 @@ from pydantic import Field
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.data.decode import Unreadable
-from pipeline.encoders import EncodedQueries, Encoder, check_query_texts
-from pipeline.encoders.batching import join_parts
+from pipeline.encoders import EncodedQueries, check_query_texts
+from pipeline.encoders.batching import PartsEncoder, join_parts
 from pipeline.encoders.endpoint import Endpoint, EndpointSpec
-from pipeline.encoders.images import item_images, open_query_image, png_file
+from pipeline.encoders.images import item_images, png_file
 from pipeline.encoders.qwen_spec import CONTENT, Prompt
-from pipeline.encoders.templates import DEFAULT_INSTRUCTION, Templates, fill_template
+from pipeline.encoders.templates import Templates, fill_template
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
@@ -37,7 +36,7 @@ NOT_IN_FINGERPRINT = (
 )
 
 
-class Http(Encoder["Http.Spec"]):
+class Http(PartsEncoder["Http.Spec"]):
     """Encoder that sends texts or images to an endpoint.
 
     The endpoint applies the model's tokenizer. Everything else that the model expects around a
@@ -67,14 +66,8 @@ class Http(Encoder["Http.Spec"]):
         batch_size: int = Field(32, ge=1)
         """Number of texts per request."""
 
-    default_inputs = ()
-    normalised = True
-    has_spans = False
-    has_extents = False
-    empty_reason = "no content"
-
     def __init__(self, spec: Spec):
-        self.spec, self._instruction = spec, DEFAULT_INSTRUCTION
+        self.spec = spec
         self.dim = spec.dim
         self.pooled_dim = spec.dim if spec.api == "embeddings" else None
         self.fingerprint = config.digest(config.dump(spec, exclude=NOT_IN_FINGERPRINT))
@@ -84,16 +77,6 @@ class Http(Encoder["Http.Spec"]):
     def check(cls, spec: Spec) -> None:
         """Checks that the server can be reached, accepts the API key and serves the model."""
         Endpoint(spec).check_model()
-
-    @classmethod
-    def supported_inputs(cls, spec: Spec) -> tuple[str, ...]:
-        """Returns the inputs selected by `documents`."""
-        return ("text",) if spec.documents == "text" else ("image", "frames")
-
-    @classmethod
-    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
-        """Returns "text" and, for models of images, "image"."""
-        return ("text",) if spec.documents == "text" else ("text", "image")
 
     def templates(self) -> Templates:
         """Returns the prompts. The server adds special tokens."""
@@ -156,12 +139,6 @@ class Http(Encoder["Http.Spec"]):
 
     # -- queries -----------------------------------------------------------------------------------
 
-    def with_instruction(self, instruction: str) -> Self:
-        """Returns the encoder with an instruction in the prompt of queries."""
-        instructed = copy.copy(self)
-        instructed._instruction = instruction
-        return instructed
-
     @property
     def _query_prompt(self) -> str:
         return fill_template(self.spec.query_prompt, self._instruction)
@@ -174,11 +151,9 @@ class Http(Encoder["Http.Spec"]):
         batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         return self._encode_queries([b for batch in batches for b in self._bodies(batch)], texts)
 
-    def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes image queries like items, in order."""
-        if self.spec.documents == "text":
-            raise self._not_read("image")
-        files = [png_file(open_query_image(data)) for data in images]
+    def _encode_opened(self, images: Sequence[Image.Image]) -> EncodedQueries:
+        """Encodes image queries, in order."""
+        files = [png_file(image) for image in images]
         return self._encode_queries(self._bodies(files), ["the image"] * len(images))
 
     def _encode_queries(

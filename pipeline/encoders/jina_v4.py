@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from PIL import Image
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from pipeline.config import SpecError, reading
@@ -37,6 +36,9 @@ from pipeline.encoders.loading import (
     checkpoint_fingerprint,
     checkpoint_folder,
     hash_files,
+    load_linear,
+    matching_tensors,
+    weight_files,
 )
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_model import load_backbone, run
@@ -88,6 +90,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         trained for 128, 256, 512, 1024 and 2048."""
         max_item_tokens: int = Field(32768, ge=1)
 
+    default_query_kinds = ("text", "image")
     empty_reason = "no image and no text"
     padding_side = "left"
     has_spans = True
@@ -113,7 +116,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         check_appended_tokens(spec, width)
         spec.require((spec.truncate_dim or 0) <= width, "truncate_dim", f"at most {width}")
         if Path(spec.model).is_dir():  # the weights of a hub model may not have been downloaded yet
-            _load_projector(spec, checkpoint_folder(spec, WEIGHTS))
+            _load_projector(spec, width)
             if adapters := _find_adapters(spec):
                 _load_products(spec, adapters)
         cls.reader(spec)
@@ -130,17 +133,12 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         return attention_info(settings, ("column_sums", "eos_row"), spec)
 
     @classmethod
-    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
-        """Returns "text" and "image"."""
-        return ("text", "image")
-
-    @classmethod
     def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
         """Loads the backbone with the projector, and adds the task's adapter to both."""
         # peft cannot load an adapter of several tasks.
         base = spec.model_copy(update={"adapter": None})
-        model = load_backbone(base, device_map)
-        projector = _load_projector(spec, checkpoint_folder(spec, WEIGHTS))
+        model = load_backbone(base, device_map, unused=(f"{PROJECTOR}.",))
+        projector = _load_projector(spec, model.config.get_text_config().hidden_size)
         model.add_module(PROJECTOR, projector.to(model.device, model.dtype).eval())
         if adapters := _find_adapters(spec):
             add_adapter(model, spec, _load_products(spec, adapters))
@@ -149,8 +147,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
     @classmethod
     def weight_files(cls, spec: Spec) -> list[Path]:
         """Returns the weight files of the model, its projector and the adapters."""
-        folders = [checkpoint_folder(spec, WEIGHTS), _find_adapters(spec)]
-        return [path for folder in folders if folder for path in folder.glob("*.safetensors")]
+        return weight_files(spec, *filter(None, [_find_adapters(spec)]))
 
     @classmethod
     def reader(cls, spec: Spec) -> JinaReader:
@@ -212,31 +209,10 @@ class JinaReader(QwenReader["JinaV4.Spec"]):
         return self.with_token_names(inputs, text)
 
 
-def _matching_tensors(
-    folder: Path, pattern: re.Pattern, field: str, value: str
-) -> Iterator[tuple[re.Match, torch.Tensor]]:
-    """Yields the tensors of a folder's safetensors files whose names match a pattern."""
-    for path in sorted(folder.glob("*.safetensors")):
-        rule = "a folder with safetensors files"
-        with reading(field, value, rule, SafetensorError), safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                if found := pattern.fullmatch(name):
-                    yield found, file.get_tensor(name)
-
-
-def _load_projector(spec: JinaV4.Spec, folder: Path) -> torch.nn.Linear:
+def _load_projector(spec: JinaV4.Spec, width: int) -> torch.nn.Linear:
     """Loads the projector of a checkpoint, which those converted for other engines lack."""
-    pattern = re.compile(rf"{PROJECTOR}\.(weight|bias)")
-    found = {
-        name[1]: tensor for name, tensor in _matching_tensors(folder, pattern, "model", spec.model)
-    }
-    if missing := {"weight", "bias"} - found.keys():
-        rule = "a jina-embeddings-v4 checkpoint"
-        problem = f"has no weights {PROJECTOR}.{min(missing)}"
-        raise SpecError("model", spec.model, rule, problem)
-    width_out, width_in = found["weight"].shape
-    projector = torch.nn.Linear(width_in, width_out)
-    projector.load_state_dict(found)
+    folder = checkpoint_folder(spec, WEIGHTS)
+    projector = load_linear(folder, width, "model", spec.model, prefix=f"{PROJECTOR}.")
     return projector.requires_grad_(False)
 
 
@@ -255,32 +231,28 @@ def _load_products(spec: JinaV4.Spec, folder: Path) -> dict[str, tuple[torch.Ten
     rule = "a LoRA adapter of jina-embeddings-v4 in the format of peft"
     source = spec.adapter or str(folder)
     with reading("adapter", source, rule, ValueError, AttributeError):
-        settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+        settings = json.loads((folder / ADAPTER_SETTINGS).read_text("utf-8"))
         rank, alpha = settings.get("r"), settings.get("lora_alpha")
     unknown = [variant for variant in UNSUPPORTED_VARIANTS if settings.get(variant)]
     if unknown or not rank or alpha is None:
-        problem = f"has the unsupported setting {unknown[0]}" if unknown else None
-        problem = problem or "has no r or lora_alpha in its settings"
+        problem = "has no r or lora_alpha in its settings"
+        problem = f"has the unsupported setting {unknown[0]}" if unknown else problem
         raise SpecError("adapter", source, rule, problem)
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    products: dict[str, dict[str, torch.Tensor]] = {}
-    tasks = set()
-    for found, tensor in _matching_tensors(folder, LORA, "adapter", source):
+    products: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+    for found, tensor in matching_tensors(folder, LORA, "adapter", source):
         name, matrix, task = found.groups()
-        tasks.add(task)
-        if task == spec.task:
-            products.setdefault(name, {})[matrix] = tensor
-    incomplete = [name for name, matrices in products.items() if len(matrices) < 2]
-    if incomplete or not tasks:
-        problem = f"has only one of two matrices for {incomplete[0]}" if incomplete else None
-        problem = problem or "has no tensors NAME.lora_A.TASK.weight"
+        products.setdefault(task, {}).setdefault(name, {})[matrix] = tensor
+    selected = products.get(spec.task, {})
+    incomplete = [name for name, matrices in selected.items() if len(matrices) < 2]
+    if incomplete or not products:
+        problem = "has no tensors NAME.lora_A.TASK.weight"
+        problem = f"has only one of two matrices for {incomplete[0]}" if incomplete else problem
         raise SpecError("adapter", source, rule, problem)
-    if not products:
+    if not selected:
         problem = "has no adapter in the checkpoint"
-        raise SpecError.unknown_name("task", spec.task, sorted(tasks), problem)
-    return {
-        name: (matrices["A"], matrices["B"].float() * scale) for name, matrices in products.items()
-    }
+        raise SpecError.unknown_name("task", spec.task, sorted(products), problem)
+    return {name: (pair["A"], pair["B"].float() * scale) for name, pair in selected.items()}
 
 
 def add_adapter(

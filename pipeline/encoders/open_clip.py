@@ -72,16 +72,18 @@ def convert_to_clip(model: str, folder: Path) -> None:
         rule = f"an OpenCLIP model with one of {', '.join(TOKENIZER_FILES)}"
         note = "; add the tokenizer files of openai/clip-vit-base-patch32, if it is CLIP's"
         raise SpecError("model", model, rule, "has none of these files", note)
-    with reading("model", model, f"a checkpoint with a valid {OPEN_CLIP_CONFIG}", *LOAD_ERRORS):
+    rule = f"a checkpoint with a valid {OPEN_CLIP_CONFIG}"
+    with reading("model", model, rule, *LOAD_ERRORS):
         settings = json.loads((folder / OPEN_CLIP_CONFIG).read_text("utf-8"))
         settings = {"preprocess_cfg": {}, **settings}
         for name in ("model_cfg", "model_cfg.vision_cfg", "model_cfg.text_cfg", "preprocess_cfg"):
             _check_fields(model, name, settings)
         clip = _config(settings["model_cfg"])
         images = _image_processor(clip["vision_config"]["image_size"], settings["preprocess_cfg"])
-    with torch.device("meta"):
-        expected = CLIPModel(CLIPConfig(**clip)).state_dict()
-    weights = _rename(load_file(folder / OPEN_CLIP_WEIGHTS))
+        with torch.device("meta"):
+            expected = CLIPModel(CLIPConfig(**clip)).state_dict()
+    with reading("model", model, RULE, *LOAD_ERRORS):
+        weights = _rename(load_file(folder / OPEN_CLIP_WEIGHTS))
     for name in sorted(expected.keys() | weights.keys()):
         if name not in weights or name not in expected:
             problem = f"has {'no' if name not in weights else 'other'} weights {name}"
@@ -147,7 +149,14 @@ def _config(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _image_processor(image_size: int, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of the image processor."""
-    size, is_square = settings.get("size") or image_size, settings.get("resize_mode") == "squash"
+    size, is_square = (
+        int(settings.get("size") or image_size),
+        settings.get("resize_mode") == "squash",
+    )
+    mean, std = (
+        torch.tensor(settings.get(name) or default, dtype=torch.float64).reshape(3).tolist()
+        for name, default in (("mean", OPENAI_CLIP_MEAN), ("std", OPENAI_CLIP_STD))
+    )
     return {
         "image_processor_type": "CLIPImageProcessor",
         "do_convert_rgb": True,
@@ -159,8 +168,8 @@ def _image_processor(image_size: int, settings: Mapping[str, Any]) -> dict[str, 
         "rounds_crop": not is_square,  # read by `dual`; transformers truncates half pixels
         "do_rescale": True,
         "do_normalize": True,
-        "image_mean": settings.get("mean") or OPENAI_CLIP_MEAN,
-        "image_std": settings.get("std") or OPENAI_CLIP_STD,
+        "image_mean": mean,
+        "image_std": std,
     }
 
 

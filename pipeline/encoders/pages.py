@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from PIL import Image
-from pydantic import Field, field_validator
+from pydantic import Field
 from transformers import (
     ColModernVBertProcessor,
     ColPaliProcessor,
@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from pipeline import config
+from pipeline.config import reading
 from pipeline.encoders import check_query_size
 from pipeline.encoders.appended import AppendedTokensSpec
 from pipeline.encoders.families import Family
@@ -48,6 +49,7 @@ from pipeline.encoders.templates import (
     fill_template,
 )
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK, ids_between, text_kinds, token_names
+from pipeline.runtime.checkpoint import LOAD_ERRORS
 from pipeline.tokens import AUDIO, PROMPT, VISUAL
 
 #: Classes of processors by the type of the vision-language model and the library.
@@ -73,7 +75,7 @@ class PageSpec(TemplateSpec, AppendedTokensSpec, CheckpointSpec):
     num_augmentation: int | None = Field(None, ge=0)
     """Number of augmentation tokens appended to each query, whose vectors contribute to MaxSim.
     If null, that of the family: 10, or none for ColGemma3."""
-    projection: str | None = None
+    projection: config.Uri | None = None
     """Folder with a projection in a safetensors file, `weight` and optionally `bias`, as
     training writes it. Null: the checkpoint's projection.
     """
@@ -97,11 +99,6 @@ class PageSpec(TemplateSpec, AppendedTokensSpec, CheckpointSpec):
     """Use bidirectional attention in the queries of ColPali, as transformers does.
     colpali-engine uses causal attention if queries are padded.
     """
-
-    @field_validator("projection")
-    @classmethod
-    def _make_projection_absolute(cls, projection: str | None) -> str | None:
-        return None if projection is None else config.absolute(projection)
 
 
 def page_reader(spec: PageSpec, settings: PretrainedConfig, family: Family) -> PageReader:
@@ -193,6 +190,9 @@ class ProcessorPageReader(PageReader):
         self.tokenizer = processor.tokenizer
         self._set_query_template()
         self._image_id = settings.image_token_id
+        rule = f"a {family.title} whose processor reads images"
+        with reading("model", spec.model, rule, *LOAD_ERRORS):
+            self.read_image(Image.new("RGB", (64, 64)), torch.nan, torch.nan)
 
     def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
         """Returns the patches in row-major order with the prompt, the downscaled image last."""

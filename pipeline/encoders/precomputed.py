@@ -10,7 +10,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from pipeline import config
-from pipeline.config import SpecError
+from pipeline.config import MissingField, SpecError
 from pipeline.encoders import EncodedQueries, Encoder, batches_by_size
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, flat_from_arrow, normalise, pad
@@ -23,8 +23,8 @@ class Precomputed(Encoder["Precomputed.Spec"]):
         """Width, origin and normalisation of the vectors."""
 
         name: Literal["precomputed"] = "precomputed"
-        dim: int = Field(ge=1)
-        """Width of the vectors."""
+        dim: int | None = Field(None, ge=1)
+        """Width of the vectors, or null for that of the .npy file of the source."""
         label: str = Field(min_length=1)
         """User-defined name of the model that computed the vectors. It replaces the weights in the
         fingerprint, so vectors of different models need different labels.
@@ -36,25 +36,24 @@ class Precomputed(Encoder["Precomputed.Spec"]):
         max_batch_tokens: int = Field(65536, ge=1)
         """Maximum number of padded vectors per batch."""
 
+    default_query_kinds = ()
     default_inputs = ("vectors",)
     pooled_dim = None
     has_spans = False
     has_extents = False
 
     def __init__(self, spec: Spec):
+        self.check(spec)
         self.spec = spec
-        self.dim = spec.dim
+        self.dim = spec.dim or 0
         self.normalised = spec.normalise
         self.fingerprint = config.digest(config.dump(spec) | {"max_batch_tokens": None})
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Accepts all specs, because `encode` checks the width of the vectors."""
-
-    @classmethod
-    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
-        """Returns no kinds: queries are vectors."""
-        return ()
+        """Raises `SpecError` if the width is unknown. `encode` checks that of the vectors."""
+        if spec.dim is None:
+            raise MissingField("dim", None, "an integer >= 1 unless the source reads .npy files")
 
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()

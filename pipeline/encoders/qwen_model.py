@@ -28,12 +28,16 @@ def load_backbone(
     spec: CheckpointSpec,
     device_map: str | None,
     models: Mapping[str, type[PreTrainedModel]] = MODELS,
+    unused: tuple[str, ...] = (),
 ) -> PreTrainedModel:
-    """Loads the backbone of a checkpoint, which may be saved with or without its head."""
+    """Loads the backbone of a checkpoint, which may be saved with or without its head.
+
+    `unused` are prefixes of other weights that it may have.
+    """
     # The full model is loaded because only its class maps the weight names of older versions, and
     # because adapters are trained on it. The head is unused.
     model_class = models[check_checkpoint(spec, *models).model_type]
-    model = load_model(spec, model_class, device_map, optional_weights=("lm_head.",)).model
+    model = load_model(spec, model_class, device_map, optional_weights=("lm_head.", *unused)).model
     if device_map:  # moves the output to the device of the input, as in the full model
         from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 

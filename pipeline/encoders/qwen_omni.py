@@ -29,7 +29,7 @@ from pipeline.encoders.loading import check_checkpoint, load_processor
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_model import load_backbone
 from pipeline.encoders.qwen_reader import TEXT_TYPE, SequenceWriter, TimedImage
-from pipeline.encoders.qwen_spec import CONTENT, StatesSpec
+from pipeline.encoders.qwen_spec import StatesSpec
 from pipeline.encoders.qwen_states import StatesEncoder, StatesReader
 from pipeline.tokens import AUDIO, SPECIAL, VISUAL
 
@@ -332,21 +332,16 @@ class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
         start = audio["start"]
         return Audio(columns, start, start + len(samples) / audio_rate, begin, rate / audio_rate)
 
-    def write(
+    writer_class = TimedSequenceWriter
+
+    def write_media(
         self,
-        prompt: str,
-        text: str = "",
+        writer: TimedSequenceWriter,
         images: Sequence[TimedImage] = (),
         video: Sequence[Sequence[TimedImage]] = (),
         audio: Audio | None = None,
-    ) -> TimedSequenceWriter:
-        """Builds the sequence of a prompt, whose `{content}` are images, a video, audio and a text.
-
-        The frames of the video are grouped by temporal patch.
-        """
-        before, after = prompt.split(CONTENT)
-        writer = TimedSequenceWriter(self)
-        writer.add_prompt(before)
+    ) -> None:
+        """Appends images, a video, whose frames are grouped by temporal patch, and audio."""
         for image, start, stop in images:
             rows, columns = self.grid(image)
             extents = grid_extents(rows, columns, (start, stop))
@@ -369,10 +364,6 @@ class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
                 )
             if audio:
                 writer.add_media(self._audio_tokens(audio), self.audio_boundaries)
-        writer.add_text(text, is_content=True)
-        writer.add_prompt(after)
-        writer.finish()
-        return writer
 
     def _position(self, seconds: float) -> int:
         """Returns a position in time. Values just below an integer are rounded up."""

@@ -49,6 +49,125 @@ TEXT_TYPE, IMAGE_TYPE, VIDEO_TYPE = range(3)
 TimedImage = tuple[Image.Image, float, float]
 
 
+class SequenceWriter:
+    """Builder of a sequence, from its first token to its last.
+
+    Attributes:
+        ids, kinds, types, spans: Values per token. `types` are `mm_token_type_ids`.
+        extents: Start index of each image, and the extents of its tokens.
+    """
+
+    def __init__(self, reader: QwenReader):
+        self._reader = reader
+        self._pending: list[str] = []  # text since the last special token, tokenised as a whole
+        self._content = (0, 0)  # range of the item's text within the pending text
+        self.ids: list[int] = []
+        self.kinds: list[int] = []
+        self.types: list[int] = []
+        self.spans: list[tuple[int, int]] = []
+        self.extents: list[tuple[int, torch.Tensor]] = []
+
+    def add_prompt(self, template: str) -> None:
+        """Appends a part of a prompt."""
+        for piece in self._reader.split_prompt(template):
+            if isinstance(piece, str):
+                self.add_text(piece)
+            else:
+                self.flush()
+                self._add([piece], SPECIAL if piece in self._reader.special else PROMPT)
+
+    def add_text(self, text: str, is_content: bool = False) -> None:
+        """Appends text without special tokens. Only tokens of content have spans."""
+        if is_content:
+            start = sum(map(len, self._pending))
+            self._content = (start, start + len(text))
+        self._pending.append(text)
+
+    def add_vision(self, pad: int, type: int, extents: torch.Tensor) -> None:
+        """Appends the tokens of an image or a video between their boundaries.
+
+        `pad` is repeated per row of `extents` (n, 6), and `type` is a code of `mm_token_type_ids`.
+        """
+        self.flush()
+        boundaries = self._reader.vision_boundaries
+        self._add(boundaries[:1], SPECIAL)
+        self.extents.append((len(self.ids), extents))
+        self._add([pad] * len(extents), VISUAL, type)
+        self._add(boundaries[1:], SPECIAL)
+
+    def finish(self) -> None:
+        """Appends the tokens that the tokenizer adds to every text, unless already present."""
+        self.flush()
+        suffix_ids = self._reader.suffix_ids
+        if self.ids[len(self.ids) - len(suffix_ids) :] != suffix_ids:
+            self._add(suffix_ids, SPECIAL)
+
+    def flush(self) -> None:
+        """Tokenises the text since the last special token."""
+        text, (first, last) = "".join(self._pending), self._content
+        self._pending, self._content = [], (0, 0)
+        if not text:
+            return
+        with TOKENIZER_LOCK:
+            encoded = self._reader.tokenizer(
+                text,
+                add_special_tokens=False,
+                split_special_tokens=True,
+                return_offsets_mapping=True,
+                verbose=False,  # the reader reports texts that are too long
+            )
+        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        for token_id, (start, stop) in zip(ids, offsets, strict=True):
+            if start < last and stop > first:
+                span = (max(start, first) - first, min(stop, last) - first)
+                self._add([token_id], TEXT, span=span)
+            else:
+                self._add([token_id], PROMPT)
+
+    def _add(
+        self,
+        ids: list[int],
+        kind: int,
+        type: int = TEXT_TYPE,
+        span: tuple[int, int] = (-1, -1),
+    ) -> None:
+        self.ids += ids
+        self.kinds += [kind] * len(ids)
+        self.types += [type] * len(ids)
+        self.spans += [span] * len(ids)
+
+    def position_inputs(self) -> dict[str, torch.Tensor]:
+        """Returns the model inputs per position."""
+        return {
+            "input_ids": torch.tensor(self.ids),
+            "mm_token_type_ids": torch.tensor(self.types),
+        }
+
+    def build(
+        self,
+        media: dict[str, torch.Tensor],
+        keep: torch.Tensor | None = None,
+        kind: torch.Tensor | None = None,
+        **sequence: torch.Tensor,
+    ) -> ModelInput:
+        """Returns the finished sequence.
+
+        By default all positions become tokens, of the kinds of the builder. `sequence` has
+        additional model inputs per position.
+        """
+        extents = torch.full((len(self.ids), 6), torch.nan)
+        for start, values in self.extents:
+            extents[start : start + len(values)] = values
+        return ModelInput.create(
+            {**self.position_inputs(), **sequence},
+            media,
+            torch.tensor(self.kinds) if kind is None else kind,
+            keep=keep,
+            extents=extents,
+            spans=torch.tensor(self.spans),
+        )
+
+
 class QwenReader(Reader[QwenSpecT]):
     """Reader of texts, images and videos that needs no torchvision.
 
@@ -56,9 +175,11 @@ class QwenReader(Reader[QwenSpecT]):
         VISION_BOUNDARIES: Boundary tokens of images and videos.
         PADS: Placeholder tokens, with the configuration field that holds their id.
         preprocessing: Library whose steps on images and videos are reproduced.
+        writer_class: Class of the builder of sequences.
     """
 
     preprocessing: Preprocessing = "transformers"
+    writer_class: ClassVar[type[SequenceWriter]] = SequenceWriter
 
     VISION_BOUNDARIES: ClassVar[tuple[str, str]] = ("<|vision_start|>", "<|vision_end|>")
     PADS: ClassVar[dict[str, str]] = {
@@ -185,20 +306,24 @@ class QwenReader(Reader[QwenSpecT]):
         height, width = self.sizes(image, num_frames)[-1]
         return height // self._factor, width // self._factor
 
-    def write(
+    def write(self, prompt: str, text: str = "", **media: Any) -> SequenceWriter:
+        """Builds the sequence of a prompt, whose `{content}` are media and a text."""
+        before, after = prompt.split(CONTENT)
+        writer = self.writer_class(self)
+        writer.add_prompt(before)
+        self.write_media(writer, **media)
+        writer.add_text(text, is_content=True)
+        writer.add_prompt(after)
+        writer.finish()
+        return writer
+
+    def write_media(
         self,
-        prompt: str,
-        text: str = "",
+        writer: Any,
         images: Sequence[TimedImage] = (),
         video: Sequence[Sequence[TimedImage]] = (),
-    ) -> SequenceWriter:
-        """Builds the sequence of a prompt, whose `{content}` are images, a video and a text.
-
-        The frames of the video are grouped by temporal patch.
-        """
-        before, after = prompt.split(CONTENT)
-        writer = SequenceWriter(self)
-        writer.add_prompt(before)
+    ) -> None:
+        """Appends images and a video, whose frames are grouped by temporal patch."""
         for image, start, stop in images:
             extents = grid_extents(*self.grid(image), (start, stop))
             writer.add_vision(self.settings.image_token_id, IMAGE_TYPE, extents)
@@ -214,10 +339,6 @@ class QwenReader(Reader[QwenSpecT]):
                 writer.add_vision(self.settings.video_token_id, VIDEO_TYPE, extents)
         elif grids:
             writer.add_vision(self.settings.video_token_id, VIDEO_TYPE, torch.cat(grids))
-        writer.add_text(text, is_content=True)
-        writer.add_prompt(after)
-        writer.finish()
-        return writer
 
     def fit_to_limit(
         self, maximum: int, write: Callable[[int], SequenceWriter]
@@ -329,122 +450,3 @@ def read_video_settings(spec: CheckpointSpec) -> VideoSettings | None:
         least = settings.get("min_frames") or 4
         most = (settings.get("max_frames") or 768) if samples else 2**31
         return VideoSettings(float(low), float(high), fps and float(fps), int(least), int(most))
-
-
-class SequenceWriter:
-    """Builder of a sequence, from its first token to its last.
-
-    Attributes:
-        ids, kinds, types, spans: Values per token. `types` are `mm_token_type_ids`.
-        extents: Start index of each image, and the extents of its tokens.
-    """
-
-    def __init__(self, reader: QwenReader):
-        self._reader = reader
-        self._pending: list[str] = []  # text since the last special token, tokenised as a whole
-        self._content = (0, 0)  # range of the item's text within the pending text
-        self.ids: list[int] = []
-        self.kinds: list[int] = []
-        self.types: list[int] = []
-        self.spans: list[tuple[int, int]] = []
-        self.extents: list[tuple[int, torch.Tensor]] = []
-
-    def add_prompt(self, template: str) -> None:
-        """Appends a part of a prompt."""
-        for piece in self._reader.split_prompt(template):
-            if isinstance(piece, str):
-                self.add_text(piece)
-            else:
-                self.flush()
-                self._add([piece], SPECIAL if piece in self._reader.special else PROMPT)
-
-    def add_text(self, text: str, is_content: bool = False) -> None:
-        """Appends text without special tokens. Only tokens of content have spans."""
-        if is_content:
-            start = sum(map(len, self._pending))
-            self._content = (start, start + len(text))
-        self._pending.append(text)
-
-    def add_vision(self, pad: int, type: int, extents: torch.Tensor) -> None:
-        """Appends the tokens of an image or a video between their boundaries.
-
-        `pad` is repeated per row of `extents` (n, 6), and `type` is a code of `mm_token_type_ids`.
-        """
-        self.flush()
-        boundaries = self._reader.vision_boundaries
-        self._add(boundaries[:1], SPECIAL)
-        self.extents.append((len(self.ids), extents))
-        self._add([pad] * len(extents), VISUAL, type)
-        self._add(boundaries[1:], SPECIAL)
-
-    def finish(self) -> None:
-        """Appends the tokens that the tokenizer adds to every text, unless already present."""
-        self.flush()
-        suffix_ids = self._reader.suffix_ids
-        if self.ids[len(self.ids) - len(suffix_ids) :] != suffix_ids:
-            self._add(suffix_ids, SPECIAL)
-
-    def flush(self) -> None:
-        """Tokenises the text since the last special token."""
-        text, (first, last) = "".join(self._pending), self._content
-        self._pending, self._content = [], (0, 0)
-        if not text:
-            return
-        with TOKENIZER_LOCK:
-            encoded = self._reader.tokenizer(
-                text,
-                add_special_tokens=False,
-                split_special_tokens=True,
-                return_offsets_mapping=True,
-                verbose=False,  # the reader reports texts that are too long
-            )
-        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        for token_id, (start, stop) in zip(ids, offsets, strict=True):
-            if start < last and stop > first:
-                span = (max(start, first) - first, min(stop, last) - first)
-                self._add([token_id], TEXT, span=span)
-            else:
-                self._add([token_id], PROMPT)
-
-    def _add(
-        self,
-        ids: list[int],
-        kind: int,
-        type: int = TEXT_TYPE,
-        span: tuple[int, int] = (-1, -1),
-    ) -> None:
-        self.ids += ids
-        self.kinds += [kind] * len(ids)
-        self.types += [type] * len(ids)
-        self.spans += [span] * len(ids)
-
-    def position_inputs(self) -> dict[str, torch.Tensor]:
-        """Returns the model inputs per position."""
-        return {
-            "input_ids": torch.tensor(self.ids),
-            "mm_token_type_ids": torch.tensor(self.types),
-        }
-
-    def build(
-        self,
-        media: dict[str, torch.Tensor],
-        keep: torch.Tensor | None = None,
-        kind: torch.Tensor | None = None,
-        **sequence: torch.Tensor,
-    ) -> ModelInput:
-        """Returns the finished sequence.
-
-        By default all positions become tokens, of the kinds of the builder. `sequence` has
-        additional model inputs per position.
-        """
-        extents = torch.full((len(self.ids), 6), torch.nan)
-        for start, values in self.extents:
-            extents[start : start + len(values)] = values
-        return ModelInput.create(
-            {**self.position_inputs(), **sequence},
-            media,
-            torch.tensor(self.kinds) if kind is None else kind,
-            keep=keep,
-            extents=extents,
-            spans=torch.tensor(self.spans),
-        )

@@ -65,6 +65,7 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
 
     ITEM_FIELDS: ClassVar[tuple[str, ...]]
 
+    default_query_kinds = ("text", "image", "composed")
     padding_side = "left"
     checkpoint_prefix = "model."
     has_spans = True
@@ -115,11 +116,6 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
     def attention(cls, spec: StatesSpecT) -> AttentionInfo:
         """Returns all statistics. The last token is the pooled one."""
         return attention_info(cls.settings(spec).get_text_config(), MODEL_STATISTICS, spec)
-
-    @classmethod
-    def query_kinds(cls, spec: StatesSpecT) -> tuple[str, ...]:
-        """Returns "text", "image" and "composed"."""
-        return ("text", "image", "composed")
 
     def attention_module(self) -> PreTrainedModel:
         """Returns the language model."""
@@ -176,9 +172,11 @@ class StatesReader(QwenReader[StatesSpecT]):
 
     Attributes:
         MEDIA: Kinds of media tokens, as opposed to text.
+        as_images: Whether the frames of a video are separate images.
     """
 
     MEDIA: ClassVar[tuple[int, ...]] = (VISUAL,)
+    as_images = False
 
     def __init__(self, spec: StatesSpecT, settings: PretrainedConfig):
         super().__init__(spec, settings)
@@ -197,11 +195,6 @@ class StatesReader(QwenReader[StatesSpecT]):
             found["video"] = self.video
         return found
 
-    @property
-    def _as_images(self) -> bool:
-        """True if the frames of a video are separate images."""
-        return False
-
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
         """Returns one sequence: the images or the video, and the text."""
         images, text = self.item_content(item)
@@ -215,7 +208,7 @@ class StatesReader(QwenReader[StatesSpecT]):
         media = inputs[0].media if inputs else {}
         if not frames or self.spec.documents == "text":
             return {}
-        if self._as_images:
+        if self.as_images:
             number = len(media["image_grid_thw"])
         else:  # an incomplete last grid repeats its frame
             number = int(media["video_grid_thw"][0, 0]) * self.images.temporal_patch_size
@@ -232,36 +225,44 @@ class StatesReader(QwenReader[StatesSpecT]):
     ) -> ModelInput:
         """Builds the sequence of a prompt. Videos are subsampled to satisfy the token limit."""
         if not images or np.isnan(images[0][1]):
-            _, writer = self.fit_to_limit(1, lambda _: self.write(prompt, text, images, **options))
-            return self._select_tokens(writer, self.image_inputs(images), is_composed)
+            return self._build_still(prompt, text, images, is_composed, **options)
         if len({image.size for image, _, _ in images}) > 1:
             raise Unreadable("frames of several sizes")
-        as_images = self._as_images
-        depth = 1 if as_images else self.images.temporal_patch_size
+        depth = 1 if self.as_images else self.images.temporal_patch_size
         max_frames = min(len(images), self.spec.max_frames)
         if self.video:
             max_frames = min(max_frames, self.video.num_frames(images[-1][2] - images[0][1]))
 
-        def subsample(num_grids: int) -> list[Sequence[TimedImage]]:
+        def subsample(num_grids: int) -> dict[str, Any]:
             num_frames = min(num_grids * depth, max_frames)
             rows = np.linspace(0, len(images) - 1, num_frames).round().astype(int)
             ends = [*(images[row][1] for row in rows[1:]), images[-1][2]]
             frames = [(*images[row][:2], end) for row, end in zip(rows, ends, strict=True)]
-            return [frames[start : start + depth] for start in range(0, len(frames), depth)]
+            if self.as_images:
+                return {"images": frames}
+            return {"video": [frames[i : i + depth] for i in range(0, len(frames), depth)]}
 
-        def write(num_grids: int) -> SequenceWriter:
-            grids = subsample(num_grids)
-            if as_images:
-                return self.write(prompt, text, images=[frame for (frame,) in grids], **options)
-            return self.write(prompt, text, video=grids, **options)
+        num_grids, writer = self.fit_to_limit(
+            math.ceil(max_frames / depth),
+            lambda number: self.write(prompt, text, **subsample(number), **options),
+        )
+        read = self.image_inputs if self.as_images else self.video_inputs
+        (grids,) = subsample(num_grids).values()
+        return self._select_tokens(writer, read(grids), is_composed)
 
-        num_grids, writer = self.fit_to_limit(math.ceil(max_frames / depth), write)
-        grids = subsample(num_grids)
-        if as_images:
-            return self._select_tokens(
-                writer, self.image_inputs([frame for (frame,) in grids]), is_composed
-            )
-        return self._select_tokens(writer, self.video_inputs(grids), is_composed)
+    def _build_still(
+        self,
+        prompt: str,
+        text: str,
+        images: Sequence[TimedImage],
+        is_composed: bool = False,
+        **options: Any,
+    ) -> ModelInput:
+        """Builds the sequence of a prompt with images that are not frames of one video."""
+        _, writer = self.fit_to_limit(
+            1, lambda _: self.write(prompt, text, images=images, **options)
+        )
+        return self._select_tokens(writer, self.image_inputs(images), is_composed)
 
     def _select_tokens(
         self, writer: SequenceWriter, media: dict[str, torch.Tensor], is_composed: bool
@@ -295,11 +296,7 @@ class StatesReader(QwenReader[StatesSpecT]):
 
     def read_still(self, image: Image.Image, start: float, stop: float) -> ModelInput:
         """Returns the sequence of a single image, displayed from `start` to `stop` s, or NaN."""
-        images = [(image, start, stop)]
-        _, writer = self.fit_to_limit(
-            1, lambda _: self.write(self.spec.document_prompt, "", images)
-        )
-        return self._select_tokens(writer, self.image_inputs(images), is_composed=False)
+        return self._build_still(self.spec.document_prompt, "", [(image, start, stop)])
 
     def read_image_query(self, image: Image.Image) -> tuple[ModelInput, list[str]]:
         """Returns the sequence of an image query."""

@@ -100,15 +100,12 @@ class QwenVLReader(StatesReader["QwenVL.Spec"]):
         self.preprocessing = spec.preprocessing or _find_preprocessing(settings)
         is_1d = self.preprocessing in ("gme", "vlm2vec")
         self.positions: Positions = spec.positions or ("1d" if is_1d else "3d")
+        self.as_images = spec.frames == "images"
         super().__init__(spec, settings)
 
     def differences(self) -> dict[str, Any]:
         """Returns the preprocessing and the positions, as far as they differ from the default."""
         return super().differences() | ({"positions": "1d"} if self.positions == "1d" else {})
-
-    @property
-    def _as_images(self) -> bool:
-        return self.spec.frames == "images"
 
 
 def _find_preprocessing(settings: PretrainedConfig) -> Preprocessing:

@@ -8,33 +8,32 @@ and training, and do not truncate texts.
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
 from PIL import Image
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from pipeline import config, extras
 from pipeline.config import SpecError, reading
-from pipeline.encoders import EncodedQueries, Encoder, check_query_size, check_query_texts
-from pipeline.encoders.batching import join_parts
-from pipeline.encoders.images import item_images, open_query_image
+from pipeline.encoders import EncodedQueries, check_query_size, check_query_texts
+from pipeline.encoders.batching import PartsEncoder, join_parts
+from pipeline.encoders.images import item_images
 from pipeline.encoders.loading import (
     MODEL_RULE,
     SETTINGS,
     WEIGHTS,
+    ModelName,
     hash_files,
     load_json,
 )
 from pipeline.encoders.templates import (
-    DEFAULT_INSTRUCTION,
     PROBE,
     PROMPTS_FILE,
     Templates,
@@ -47,7 +46,6 @@ from pipeline.encoders.templates import (
     text_template,
 )
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
-from pipeline.paths import local_path
 from pipeline.runtime.checkpoint import (
     LOAD_ERRORS,
     check_folder,
@@ -77,7 +75,7 @@ NOT_IN_FINGERPRINT = (
 )
 
 
-class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
+class SentenceTransformers(PartsEncoder["SentenceTransformers.Spec"]):
     """Encoder that runs a model with the library sentence-transformers.
 
     Documents that exceed the maximum length of the model are truncated by the library. Queries that
@@ -88,7 +86,7 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         """Checkpoint, the vectors that are used as token vectors, and the templates."""
 
         name: Literal["sentence_transformers"] = "sentence_transformers"
-        model: str
+        model: ModelName
         """Hub name, or local folder."""
         revision: str | None = None
         """Branch, tag or commit of a model on the hub."""
@@ -115,20 +113,8 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         trust_remote_code: Literal[False] = False
         """Always false: code in checkpoints is never executed."""
 
-        @field_validator("model")
-        @classmethod
-        def _make_folder_absolute(cls, model: str) -> str:
-            # Actors have other working directories.
-            return config.absolute(model) if Path(local_path(model)).is_dir() else model
-
-    default_inputs = ()
-    normalised = True
-    has_spans = False
-    has_extents = False
-    empty_reason = "no content"
-
     def __init__(self, spec: Spec):
-        self.spec, self._instruction = spec, DEFAULT_INSTRUCTION
+        self.spec = spec
         folder = find_checkpoint(spec.model, spec.revision, FILES, MODEL_RULE)
         _check_files(spec, folder)
         self._model = model = _load(spec, folder)
@@ -160,16 +146,6 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         folder = find_checkpoint(spec.model, spec.revision, files, MODEL_RULE)
         _check_files(spec, folder, with_weights=is_local)
 
-    @classmethod
-    def supported_inputs(cls, spec: Spec) -> tuple[str, ...]:
-        """Returns the inputs selected by `documents`."""
-        return ("text",) if spec.documents == "text" else ("image", "frames")
-
-    @classmethod
-    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
-        """Returns "text" and, for models of images, "image"."""
-        return ("text",) if spec.documents == "text" else ("text", "image")
-
     # -- items -------------------------------------------------------------------------------------
 
     def encode(
@@ -191,12 +167,6 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         return [text] if text.strip() else []
 
     # -- queries -----------------------------------------------------------------------------------
-
-    def with_instruction(self, instruction: str) -> Self:
-        """Returns the encoder with an instruction in the prefix of queries."""
-        instructed = copy.copy(self)
-        instructed._instruction = instruction
-        return instructed
 
     def templates(self) -> Templates:
         """Returns the templates, derived from the inputs of the model."""
@@ -224,11 +194,9 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
             self._check_length(text)
         return self._encode_queries(texts, self._query_prefix)
 
-    def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes image queries like items, in order."""
-        if self.spec.documents == "text":
-            raise self._not_read("image")
-        return self._encode_queries([open_query_image(data) for data in images], None)
+    def _encode_opened(self, images: Sequence[Image.Image]) -> EncodedQueries:
+        """Encodes image queries, in order."""
+        return self._encode_queries(images, None)
 
     @property
     def _query_prefix(self) -> str | None:
@@ -343,8 +311,7 @@ def _load(spec: SentenceTransformers.Spec, folder: Path) -> Any:
         "use_safetensors": True,
     }
     rule = f"a checkpoint that {model_class.__name__} can load"
-    errors = (*LOAD_ERRORS, RuntimeError)
-    with reading("model", spec.model, rule, *errors, problem="cannot be loaded"):
+    with reading("model", spec.model, rule, *LOAD_ERRORS, problem="cannot be loaded"):
         model = model_class(
             str(folder), trust_remote_code=False, local_files_only=True, model_kwargs=options
         )

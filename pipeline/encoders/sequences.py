@@ -31,13 +31,7 @@ from pipeline.encoders.appended import APPENDED, AppendedTokens, append_position
 from pipeline.encoders.attention import input_layers, recording, tap_rows, tap_values
 from pipeline.encoders.batching import concatenate, group_passes, prefetch
 from pipeline.encoders.images import open_query_image
-from pipeline.encoders.loading import (
-    ADAPTER_SETTINGS,
-    WEIGHTS,
-    CheckpointSpecT,
-    adapter_folders,
-    checkpoint_folder,
-)
+from pipeline.encoders.loading import CheckpointSpecT, weight_files
 from pipeline.encoders.model_inputs import Collated, ModelInput, collate, unpack_column
 from pipeline.encoders.reader import MODEL_INPUTS, Reader
 from pipeline.encoders.templates import Templates
@@ -199,11 +193,8 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
     @classmethod
     def weight_files(cls, spec: CheckpointSpecT) -> list[Path]:
         """Returns the weight files of the model, its adapter and its projection."""
-        folders = [checkpoint_folder(spec, WEIGHTS)]
-        folders += adapter_folders(spec, [*WEIGHTS, ADAPTER_SETTINGS])
-        if projection := getattr(spec, "projection", None):
-            folders.append(Path(projection))
-        return [path for folder in folders for path in folder.glob("*.safetensors")]
+        projection = getattr(spec, "projection", None)
+        return weight_files(spec, *([Path(projection)] if projection else []))
 
     @property
     def embedding(self) -> torch.nn.Module:
@@ -293,11 +284,16 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         values = {name: torch.cat(tensors) for name, tensors in flat.items()}
         return self._assemble(items, values, taps)
 
-    def _no_appended(self, items: Sequence[Any]) -> torch.Tensor | None:
-        """Returns the vectors of appended tokens of items without sequences."""
-        if self.appended is None:
-            return None
-        return torch.zeros(len(items), len(self.appended), self.dim, device=self.device)
+    def _empty(self, taps: Sequence[Tap]) -> dict[str, torch.Tensor]:
+        """Returns the outputs of `_run_pass` for no sequences."""
+        none = torch.zeros(0, device=self.device)
+        flat = {tap.name: none for tap in taps}
+        flat |= {"vectors": none.new_zeros(0, self.dim), "kind": none.to(torch.int8)}
+        flat |= {"extents": none.new_zeros(0, 6), "spans": none.new_zeros(0, 2, dtype=torch.int32)}
+        flat["pooled"] = none.new_zeros(0, self.pooled_dim or 0)
+        if self.appended is not None:
+            flat["appended"] = none.new_zeros(0, len(self.appended), self.dim)
+        return flat
 
     def _assemble(
         self,
@@ -308,26 +304,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         lengths = np.array(
             [sum(int(sequence.keep.sum()) for sequence in sequences) for sequences in items]
         )
-        if not flat:  # no item has content
-            empty = torch.zeros(len(items), 0, self.dim, device=self.device)
-            pooled = None
-            if self.pooled_dim is not None:
-                pooled = empty.new_zeros(len(items), self.pooled_dim)
-            return TokenBatch(
-                empty,
-                empty.new_zeros(empty.shape[:2], dtype=torch.bool),
-                normalised=self.normalised,
-                pooled=pooled,
-                appended=self._no_appended(items),
-                kind=empty.new_zeros(empty.shape[:2], dtype=torch.int8),
-                extents=empty.new_zeros((*empty.shape[:2], 6)) if self.has_extents else None,
-                spans=(
-                    empty.new_zeros((*empty.shape[:2], 2), dtype=torch.int32)
-                    if self.has_spans
-                    else None
-                ),
-                taps={tap.name: empty.new_zeros(empty.shape[:2]) for tap in taps},
-            )
+        flat = flat or self._empty(taps)  # no item has content
         per_sequence = ("pooled", "appended")
         padded = {
             name: pad(tensor, lengths)[0]

@@ -14,11 +14,10 @@ The frozen encoder can be any encoder. Training with `trainable: adapter` writes
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +27,7 @@ import torch
 
 from pipeline import config
 from pipeline.config import SpecError, Uri, reading
-from pipeline.encoders import AttentionInfo, EncodedQueries, Encoder
+from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.encoders.loading import WEIGHTS, check_training_hashes, hash_files
 from pipeline.encoders.templates import Templates
 from pipeline.registry import ENCODERS, EncoderSpec
@@ -118,6 +117,15 @@ def _input_size(width: int, num_layers: int) -> str:
     return f"states{layers} of width {width}"
 
 
+def _delegate(name: str) -> Any:
+    """Returns a class method of `Smart` that calls that of the frozen encoder."""
+
+    def call(cls: type[Smart], spec: Smart.Spec, *arguments: Any) -> Any:
+        return getattr(cls._inner_class(spec), name)(spec.encoder, *arguments)
+
+    return classmethod(call)
+
+
 class Smart(Encoder["Smart.Spec"]):
     """Encoder that applies SMART's adapter to the token vectors of another, frozen encoder.
 
@@ -170,40 +178,13 @@ class Smart(Encoder["Smart.Spec"]):
         with config.within("encoder"):
             cls._inner_class(spec).check_queries(spec.encoder)
 
-    @classmethod
-    def required_inputs(cls, spec: Spec) -> tuple[str, ...]:
-        """Returns the required inputs of the frozen encoder."""
-        return cls._inner_class(spec).required_inputs(spec.encoder)
-
-    @classmethod
-    def supported_inputs(cls, spec: Spec) -> tuple[str, ...]:
-        """Returns the inputs of the frozen encoder."""
-        return cls._inner_class(spec).supported_inputs(spec.encoder)
-
-    @classmethod
-    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
-        """Returns the query kinds of the frozen encoder."""
-        return cls._inner_class(spec).query_kinds(spec.encoder)
-
-    @classmethod
-    def attention(cls, spec: Spec) -> AttentionInfo | None:
-        """Returns the attention statistics of the frozen encoder."""
-        return cls._inner_class(spec).attention(spec.encoder)
-
-    @classmethod
-    def preprocessor(cls, spec: Spec) -> Callable[[pa.Table], pa.Table]:
-        """Returns the preprocessor of the frozen encoder."""
-        return cls._inner_class(spec).preprocessor(spec.encoder)
-
-    @classmethod
-    def has_warnings(cls, spec: Spec) -> bool:
-        """Checks whether the frozen encoder may report warnings."""
-        return cls._inner_class(spec).has_warnings(spec.encoder)
-
-    @classmethod
-    def warnings(cls, spec: Spec, ids: Callable[[], Iterable[str]]) -> list[str]:
-        """Returns the warnings of the frozen encoder."""
-        return cls._inner_class(spec).warnings(spec.encoder, ids)
+    required_inputs = _delegate("required_inputs")
+    supported_inputs = _delegate("supported_inputs")
+    query_kinds = _delegate("query_kinds")
+    attention = _delegate("attention")
+    preprocessor = _delegate("preprocessor")
+    has_warnings = _delegate("has_warnings")
+    warnings = _delegate("warnings")
 
     # -- encoding ----------------------------------------------------------------------------------
 
@@ -224,7 +205,7 @@ class Smart(Encoder["Smart.Spec"]):
 
     def with_instruction(self, instruction: str) -> Self:
         """Returns the encoder with an instruction in the query template of the inner encoder."""
-        instructed = copy.copy(self)
+        instructed = super().with_instruction(instruction)
         instructed._inner = self._inner.with_instruction(instruction)
         return instructed
 

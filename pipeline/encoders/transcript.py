@@ -6,7 +6,6 @@ the default recognisers. A photo without text cannot be indexed.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -151,7 +150,7 @@ class Transcript(Encoder["Transcript.Spec"]):
 
     def with_instruction(self, instruction: str) -> Self:
         """Returns the encoder with an instruction in the query template of the inner encoder."""
-        instructed = copy.copy(self)
+        instructed = super().with_instruction(instruction)
         instructed._minilm = self._minilm.with_instruction(instruction)
         return instructed
 

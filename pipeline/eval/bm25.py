@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pyarrow as pa
 
-from pipeline.index.reader import Index, combine_filters
+from pipeline.index.reader import IndexReader, combine_filters
 from pipeline.search.generators import bm25
 from pipeline.search.score import top_rows
 
@@ -15,7 +15,7 @@ from pipeline.search.score import top_rows
 HAS_TEXT = "{} <> ''"
 
 
-def has_texts(index: Index, column: str = "text", filter: str | None = None) -> bool:
+def has_texts(index: IndexReader, column: str = "text", filter: str | None = None) -> bool:
     """Checks whether any item of the index has a text."""
     filter = combine_filters(filter, HAS_TEXT.format(column))
     return any(batch.num_rows for batch in index.batches(["item_id"], filter=filter))
@@ -28,7 +28,9 @@ class Bm25:
     the query are not returned.
     """
 
-    def __init__(self, index: Index, judged: str, column: str = "text", filter: str | None = None):
+    def __init__(
+        self, index: IndexReader, judged: str, column: str = "text", filter: str | None = None
+    ):
         """Builds the postings from a stream of texts; only ids and postings are in memory."""
         item_ids: list[str] = []
         parent_ids: list[str] = []

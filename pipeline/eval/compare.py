@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pipeline.config import SpecError
-from pipeline.eval.results import Evaluation, query_differences, read_results
+from pipeline.eval.results import (
+    Evaluation,
+    PlannedComparison,
+    compare_rows,
+    query_differences,
+    read_results,
+)
 from pipeline.eval.significance import holm, randomisation_p
 
 
@@ -64,10 +71,7 @@ def compare(output_a: str, output_b: str) -> Comparison:
         SpecError: An evaluation is missing, or both have no judged queries, metric or row in
             common.
     """
-    a, b = read_results(output_a, "OUT_A"), read_results(output_b, "OUT_B")
-    if a.judgments != b.judgments:
-        rule = f"an evaluation on the judged queries of {output_a} ({a.benchmark})"
-        raise SpecError("OUT_B", output_b, rule, f"has other judged queries ({b.benchmark})")
+    a, b = _read(output_a, output_b)
     measures = [name for name in a.measures if name in b.measures]
     measures.sort(key=lambda name: name != a.headline)
     rows_a, rows_b = ({r.name: r for r in evaluation.results} for evaluation in (a, b))
@@ -86,3 +90,39 @@ def compare(output_a: str, output_b: str) -> Comparison:
         ]
     unmatched = [name for name in rows_a if name not in both], [n for n in rows_b if n not in both]
     return Comparison((output_a, output_b), (a, b), by_measure, unmatched)
+
+
+def compare_pairs(
+    output_a: str, output_b: str, pairs: Sequence[Sequence[str]]
+) -> tuple[list[PlannedComparison], str]:
+    """Compares any rows of two evaluations in the main metric of the first.
+
+    Args:
+        pairs: Names of a row of the first evaluation and of a row of the second. The p values are
+            corrected over them.
+
+    Returns:
+        The comparisons, and the name of the metric.
+
+    Raises:
+        SpecError: An evaluation, a row or the metric is missing, or the judged queries differ.
+    """
+    a, b = _read(output_a, output_b)
+    if a.headline not in b.measures:
+        raise SpecError("OUT_B", output_b, f"an evaluation by {a.headline}")
+    rows = []
+    for number, pair in enumerate(pairs):
+        for name, evaluation in zip(pair, (a, b), strict=True):
+            names = [row.name for row in evaluation.results]
+            if name not in names:
+                raise SpecError.unknown_name(f"comparisons[{number}]", name, names)
+        rows.append((a.row(pair[0]), b.row(pair[1])))
+    return compare_rows(rows, a.headline), a.headline
+
+
+def _read(output_a: str, output_b: str) -> tuple[Evaluation, Evaluation]:
+    a, b = read_results(output_a, "OUT_A"), read_results(output_b, "OUT_B")
+    if a.judgments != b.judgments:
+        rule = f"an evaluation on the judged queries of {output_a} ({a.benchmark})"
+        raise SpecError("OUT_B", output_b, rule, f"has other judged queries ({b.benchmark})")
+    return a, b

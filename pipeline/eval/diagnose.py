@@ -23,7 +23,7 @@ from pipeline.eval.diagnostics import (
     used_vectors,
 )
 from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.registry import CODECS
 from pipeline.search.searcher import Searcher
 
@@ -32,7 +32,7 @@ from pipeline.search.searcher import Searcher
 CODEC_PREFERENCE = ("float16", "float32", "int8")
 
 
-def uncompressed_representation(index: Index, name: str) -> str | None:
+def uncompressed_representation(index: IndexReader, name: str) -> str | None:
     """Returns the uncompressed representation of the same encoder and field, or None.
 
     The result is also None for representations that transform queries and for codecs that do not

@@ -50,7 +50,7 @@ from pipeline.eval.topics import queries_by_document_category
 from pipeline.index.filters import check_matches, filtering
 from pipeline.index.fitting import load_fit_sample
 from pipeline.index.listing import CONTENT, content_hashes
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.registry import BENCHMARKS
 from pipeline.runtime.atomic import check_writable
 from pipeline.search.fusion import FUSED
@@ -83,7 +83,10 @@ class _Inputs:
 
 
 def run(
-    spec: EvaluateSpec, report: Callable[[str], None], draw_hit: DrawHit | None = None
+    spec: EvaluateSpec,
+    report: Callable[[str], None],
+    draw_hit: DrawHit | None = None,
+    benchmark: Benchmark | None = None,
 ) -> Evaluation:
     """Evaluates the rows that are not cached in the output folder and writes their runs.
 
@@ -91,15 +94,16 @@ def run(
         spec: Spec of the evaluation.
         report: Function that reports a line of progress.
         draw_hit: Function that draws the images of a hit in the examples. See `DrawHit`.
+        benchmark: Benchmark to use in place of that of the spec.
 
     Raises:
         SpecError: The benchmark, the index or a representation is missing or invalid.
     """
     check_writable(spec.output, "output")
-    inputs = _load(spec)
+    inputs = _load(spec, benchmark or BENCHMARKS.build(spec.benchmark))
     for line in inputs.notes:
         report(line)
-    _check_comparisons(inputs)
+    _check_names(inputs)
     categories = _document_categories(inputs)
     phrases = _phrases(inputs, report)
     cache = Cache(spec.output)
@@ -122,10 +126,9 @@ def run(
     return replace(evaluation, examples=examples.examples)
 
 
-def _load(spec: EvaluateSpec) -> _Inputs:
+def _load(spec: EvaluateSpec, benchmark: Benchmark) -> _Inputs:
     if spec.bm25:
         extras.require("bm25s", "Stemmer")
-    benchmark = BENCHMARKS.build(spec.benchmark)
     judged = benchmark.load()
     spec = _with_main_measure(spec, judged)
     if spec.rerank and judged.vectors is not None and not judged.has_texts:
@@ -277,7 +280,7 @@ def _templates(inputs: _Inputs, cache: Cache) -> dict[str, dict[str, str]]:
 class _Samples:
     """Overlap between the evaluated items and the samples on which representations were fitted."""
 
-    def __init__(self, index: Index, filter: str | None):
+    def __init__(self, index: IndexReader, filter: str | None):
         self._index, self._filter = index, filter
 
     def fit_sample(self, representation: str) -> dict[str, Any]:
@@ -310,6 +313,9 @@ def _phrases(inputs: _Inputs, report: Callable[[str], None]) -> list[Phrase]:
     if spec.grounding is None:
         return []
     names = [row.representation for row in inputs.plan if row.score == "maxsim"]
+    if not names:
+        notes.append("no grounding: no row has the score maxsim")
+        return []
     if isinstance(spec.grounding, GeneratedPhrases):
         phrases = generate_phrases(spec.grounding, index, names, spec.filter)
         if len(phrases) < spec.grounding.num_phrases:
@@ -330,7 +336,7 @@ def _phrases(inputs: _Inputs, report: Callable[[str], None]) -> list[Phrase]:
 
 
 def _grounding(
-    index: Index, grounder: Grounder, phrases: Sequence[Phrase], name: str, cache: Cache
+    index: IndexReader, grounder: Grounder, phrases: Sequence[Phrase], name: str, cache: Cache
 ) -> dict[str, float]:
     columns = grounder.columns(name)
     if columns is None:
@@ -408,17 +414,33 @@ def versions() -> dict[str, str]:
     }
 
 
-def _check_comparisons(inputs: _Inputs) -> None:
-    """Raises `SpecError` if a planned comparison names a row that the evaluation will not have."""
-    if not inputs.spec.comparisons:
+def hardware() -> str:
+    """Returns the names of the GPUs of this process, or of the processor without one."""
+    import torch  # a report does not need it
+
+    if gpus := [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]:
+        return ", ".join(gpus)
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _check_names(inputs: _Inputs) -> None:
+    """Raises `SpecError` if the spec names a row or a method that the evaluation will not have."""
+    if not (inputs.spec.comparisons or inputs.spec.labels):
         return
     empty = Measurements(rankings={}, values={}, **dict.fromkeys(COSTS, 0.0))
-    rows = [_row_result(inputs, row, empty, empty) for row in inputs.plan]
-    names = [result.name for result in merge_seeds(rows)]
+    rows = merge_seeds([_row_result(inputs, row, empty, empty) for row in inputs.plan])
+    names = [result.name for result in rows]
     for number, pair in enumerate(inputs.spec.comparisons):
         for name in pair:
             if name not in names:
                 raise SpecError.unknown_name(f"comparisons[{number}]", name, names)
+    methods = dict.fromkeys(result.method for result in rows)
+    for name in inputs.spec.labels.keys() - methods:
+        raise SpecError.unknown_name("labels", name, methods)
 
 
 def _row_result(inputs: _Inputs, row: Row, entry: Measurements, exact: Measurements) -> Result:
@@ -430,7 +452,7 @@ def _row_result(inputs: _Inputs, row: Row, entry: Measurements, exact: Measureme
         first_stage = f"{row.representation}.maxsim" if maxsim in inputs.plan else ""
         result = replace(result, fusion=dump(spec.fusion), first_stage=first_stage)
     if row.rerank is not None:
-        result = _reranked(result, row.rerank)
+        result = _reranked(result, row.rerank, inputs.ranker.reranker(row.rerank).num_parameters)
     if row.candidates is not None:
         result = _from_candidates(result, row.candidates, entry, exact, spec.k)
     return result
@@ -460,12 +482,13 @@ def _result(searcher: Searcher, row: Row, entry: Measurements) -> Result:
     )
 
 
-def _reranked(result: Result, spec: RerankSpec) -> Result:
+def _reranked(result: Result, spec: RerankSpec, num_parameters: int) -> Result:
     settings = {
         "model": spec.model,
         "rerank_depth": spec.rerank_depth,
         "add_first_stage": spec.add_first_stage,
         "precision": spec.precision,
+        "parameters": num_parameters,
     }
     return replace(
         result,
@@ -524,7 +547,7 @@ def exact_recall(
     return float(np.mean(shares)) if shares else 1.0
 
 
-def _count(index: Index, filter: str | None) -> int:
+def _count(index: IndexReader, filter: str | None) -> int:
     with filtering(index, filter) as condition:
         number = index.dataset.count_rows(filter=condition)
     if filter is not None:
@@ -532,7 +555,9 @@ def _count(index: Index, filter: str | None) -> int:
     return number
 
 
-def _benchmark_notes(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterator[str]:
+def _benchmark_notes(
+    spec: EvaluateSpec, judged: JudgedQueries, index: IndexReader
+) -> Iterator[str]:
     yield f"{len(judged.queries)} judged queries"
     if judged.num_unjudged:
         yield f"{judged.num_unjudged} queries without judgments are left out"
@@ -565,7 +590,7 @@ def _benchmark_notes(spec: EvaluateSpec, judged: JudgedQueries, index: Index) ->
 
 
 def _ignored_queries(
-    judged: JudgedQueries, index: Index, spec: EvaluateSpec
+    judged: JudgedQueries, index: IndexReader, spec: EvaluateSpec
 ) -> tuple[JudgedQueries, int]:
     """Counts the queries that are documents themselves and are removed from their rankings.
 

@@ -15,7 +15,7 @@ from pipeline.eval.examples import (
     Reason,
 )
 from pipeline.eval.results import Evaluation, Result, query_differences
-from pipeline.index.reader import Index, quote
+from pipeline.index.reader import IndexReader, quote
 from pipeline.search.explain import highlighted_spans, snippet
 from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher
@@ -146,7 +146,7 @@ def _document(
     )
 
 
-def _texts(index: Index, id_column: str, ids: set[str]) -> dict[str, tuple[str, str]]:
+def _texts(index: IndexReader, id_column: str, ids: set[str]) -> dict[str, tuple[str, str]]:
     """Returns title and beginning of the text by id; parents use their first item."""
     texts: dict[str, tuple[str, str]] = {}
     if ids:

@@ -27,7 +27,7 @@ from pipeline.eval.relevance_maps import (
 )
 from pipeline.eval.topics import parse_row, read_lines
 from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index, combine_filters
+from pipeline.index.reader import IndexReader, combine_filters
 from pipeline.schema import is_blank
 from pipeline.search.explain import assigned_vectors, prefix_assignment
 from pipeline.search.searcher import Searcher
@@ -65,7 +65,9 @@ def read_phrases(path: str) -> list[Phrase]:
     return phrases
 
 
-def indexed_phrases(phrases: Sequence[Phrase], index: Index, filter: str | None) -> list[Phrase]:
+def indexed_phrases(
+    phrases: Sequence[Phrase], index: IndexReader, filter: str | None
+) -> list[Phrase]:
     """Returns the phrases whose items are in the index."""
     wanted = {phrase.item_id for phrase in phrases}
     found: set[str] = set()
@@ -78,7 +80,7 @@ def indexed_phrases(phrases: Sequence[Phrase], index: Index, filter: str | None)
     return selected
 
 
-def check_phrases(phrases: Sequence[Phrase], index: Index, names: Sequence[str]) -> None:
+def check_phrases(phrases: Sequence[Phrase], index: IndexReader, names: Sequence[str]) -> None:
     """Checks that the items of all phrases are in the index and have token locations."""
     columns = list(dict.fromkeys(filter(None, (_extents_column(index, name) for name in names))))
     wanted = list(dict.fromkeys(phrase.item_id for phrase in phrases))
@@ -93,7 +95,7 @@ def check_phrases(phrases: Sequence[Phrase], index: Index, names: Sequence[str])
 
 
 def generate_phrases(
-    spec: GeneratedPhrases, index: Index, names: Sequence[str], filter: str | None
+    spec: GeneratedPhrases, index: IndexReader, names: Sequence[str], filter: str | None
 ) -> list[Phrase]:
     """Generates phrases from the texts of items and determines the boxes of their tokens.
 
@@ -109,7 +111,7 @@ def generate_phrases(
 
 
 def _sample_phrases(
-    spec: GeneratedPhrases, index: Index, info: RepresentationInfo, filter: str | None
+    spec: GeneratedPhrases, index: IndexReader, info: RepresentationInfo, filter: str | None
 ) -> list[Phrase]:
     spans, extents = (info.positions[kind] for kind in ("spans", "extents"))
     has = combine_filters(filter, f"`{extents}` IS NOT NULL AND text IS NOT NULL")
@@ -251,7 +253,7 @@ class Grounder:
         return assigned_vectors(assignment, form, num_tokens)
 
 
-def _extents_column(index: Index, name: str) -> str | None:
+def _extents_column(index: IndexReader, name: str) -> str | None:
     column = index.representation(name).positions.get("extents")
     return column if column in index.schema.names else None
 

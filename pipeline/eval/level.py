@@ -7,13 +7,13 @@ from typing import Literal
 
 from pipeline.config import SpecError
 from pipeline.eval import JudgedQueries
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 
 Level = Literal["parent", "item"]
 
 
 def judged_level(
-    index: Index,
+    index: IndexReader,
     judged: JudgedQueries,
     level: Literal["auto", "parent", "item"],
     filter: str | None,

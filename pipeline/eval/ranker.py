@@ -26,7 +26,7 @@ from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.eval.topics import judged_query_vectors
 from pipeline.index.columns import RERANK_TOKENS
 from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.status import representation_stats, rerank_token_stats
 from pipeline.schema import ITEM
 from pipeline.search.candidates import BM25 as BM25_GENERATOR
@@ -96,6 +96,7 @@ class Ranker:
             depth = max(depth, row.rerank.rerank_depth)
         fields: dict[str, Any] = {"representation": row.representation, "score": row.score}
         fields |= {"k": depth, "group_by": self._group_by, "filter": spec.filter}
+        fields["candidates"] = EXACT
         if row.score == "hybrid":
             fields["weights"] = spec.weights
         if row.score == FUSED:
@@ -357,7 +358,7 @@ def _columns(row: Row, info: RepresentationInfo) -> list[str]:
     return [info.column, *info.token_columns, *pooled]
 
 
-def _sizes(index: Index, row: Row, filter: str | None) -> dict[str, float]:
+def _sizes(index: IndexReader, row: Row, filter: str | None) -> dict[str, float]:
     """Returns the number of vectors and bytes per item that are read to compute a row's score."""
     sizes = dict.fromkeys(SIZES, 0.0)
     if row.score in ("maxsim", "hybrid", FUSED):

@@ -14,11 +14,15 @@ import numpy as np
 from pipeline.config import absolute, digest, reading
 from pipeline.eval.diagnostics import Diagnosis, Retention, mean_diagnosis
 from pipeline.eval.examples import Example
-from pipeline.eval.metrics import means
-from pipeline.eval.significance import bootstrap_interval, holm, randomisation_p
+from pipeline.eval.significance import (
+    bootstrap_interval,
+    holm,
+    randomisation_p,
+    ratio_intervals,
+)
 from pipeline.index.columns import codec_name
 from pipeline.paths import open_file
-from pipeline.registry import COMPRESSORS
+from pipeline.registry import COMPRESSORS, short_name
 
 BM25: Final = "bm25"
 SINGLE_VECTOR: Final = "single_vector"
@@ -91,7 +95,7 @@ class Result:
         first_stage: Row with which a row is compared: the first stage of a reranker, the exact
             search of a candidate generator, or the MaxSim score of a fused score.
         rerank: Settings of a reranker: `model`, `rerank_depth`, `precision` and
-            `add_first_stage`.
+            `add_first_stage`; and the number of its `parameters`.
         candidates: Settings and recall of a candidate generator: `generator`, `num_candidates`,
             `recall@10` and `recall@100`, the shares of the exact results that it finds (of at most
             `k` results).
@@ -146,6 +150,8 @@ class Result:
     @functools.cached_property
     def means(self) -> dict[str, float]:
         """Mean over the queries, by metric."""
+        from pipeline.eval.metrics import means  # needs ir-measures, and servers do not
+
         return means(self.values)
 
     @property
@@ -206,7 +212,7 @@ def method_name(
             changed.append(f"({method_name(value)})")
         elif key not in ("name", *AXES) and not (key in defaults and value == default):
             changed.append(f"{key}={value}")
-    return " ".join([compressor["name"], *changed, *suffixes])
+    return " ".join([short_name(compressor["name"]), *changed, *suffixes])
 
 
 def merge_seeds(results: Sequence[Result]) -> list[Result]:
@@ -363,7 +369,8 @@ class Evaluation:
         >>> Evaluation(spec, "AP", "", 0, [], "", {}, []).benchmark
         'cranfield test'
         """
-        name, *others = map(str, self.spec["benchmark"].values())
+        values = self.spec["benchmark"].values()
+        name, *others = [value for value in values if isinstance(value, str) and value]
         return " ".join(posixpath.basename(part.rstrip("/")) for part in others) or name
 
     @property
@@ -384,18 +391,42 @@ class Evaluation:
     @functools.cached_property
     def planned_comparisons(self) -> list[PlannedComparison]:
         """Comparisons of the spec, in its order."""
-        pairs = [
-            (self.row(first), self.row(second))
-            for first, second in self.spec.get("comparisons", ())
-        ]
-        if not pairs:
-            return []
-        differences_CQ = np.stack([query_differences(*pair, self.headline) for pair in pairs])
-        p_values = holm(randomisation_p(differences_CQ).tolist())
-        return [
-            PlannedComparison(a.name, b.name, float(d_Q.mean()), *bootstrap_interval(d_Q), p)
-            for (a, b), d_Q, p in zip(pairs, differences_CQ, p_values, strict=True)
-        ]
+        pairs = self.spec.get("comparisons", ())
+        return compare_rows([(self.row(a), self.row(b)) for a, b in pairs], self.headline)
+
+    @functools.cached_property
+    def better_than(self) -> dict[str, list[str]]:
+        """Rows that each row is significantly better than in the headline metric, by name.
+
+        Only planned comparisons count or, without any, those with the reference and with BM25.
+        """
+        compared = [(p.row, p.other, p.difference, p.p) for p in self.planned_comparisons]
+        if not compared:
+            for result, comparison in zip(self.results, self.row_comparisons, strict=True):
+                others = (comparison.reference, comparison.p_reference), (BM25, comparison.p_bm25)
+                for name, p in others:
+                    if p is not None:
+                        gain = self.quality(result) - self.quality(self.row(name))
+                        compared.append((result.name, name, gain, p))
+        found: dict[str, list[str]] = {result.name: [] for result in self.results}
+        for row, other, gain, p in compared:
+            better, worse = (row, other) if gain > 0 else (other, row)
+            if p < ALPHA and worse not in found[better]:
+                found[better].append(worse)
+        return found
+
+    @functools.cached_property
+    def intervals(self) -> dict[str, np.ndarray]:
+        """95 % confidence intervals (R, 2) of the means of the rows, by metric, except for MdR."""
+        from pipeline.eval.metrics import MDR  # needs ir-measures, and servers do not
+
+        ones_Q = np.ones(self.num_queries)
+        values = {
+            measure: [[v[measure] for v in result.values.values()] for result in self.results]
+            for measure in self.measures
+            if measure != MDR
+        }
+        return {name: ratio_intervals(np.array(v_RQ), ones_Q) for name, v_RQ in values.items()}
 
     def comparison(self, result: Result) -> RowComparison:
         """Returns the comparison of a row with the others."""
@@ -557,6 +588,18 @@ def _p_values(
         return {}
     p_values = randomisation_p(np.stack(list(pairs.values())))
     return dict(zip(pairs, holm(p_values.tolist()), strict=True))
+
+
+def compare_rows(pairs: Sequence[tuple[Result, Result]], measure: str) -> list[PlannedComparison]:
+    """Compares pairs of rows. Their p values are corrected over the pairs."""
+    if not pairs:
+        return []
+    differences_CQ = np.stack([query_differences(*pair, measure) for pair in pairs])
+    p_values = holm(randomisation_p(differences_CQ).tolist())
+    return [
+        PlannedComparison(a.name, b.name, float(d_Q.mean()), *bootstrap_interval(d_Q), p)
+        for (a, b), d_Q, p in zip(pairs, differences_CQ, p_values, strict=True)
+    ]
 
 
 def query_differences(result: Result, other: Result, measure: str) -> np.ndarray:

@@ -9,7 +9,7 @@ from pipeline.config import SpecError, within
 from pipeline.eval.results import SINGLE_VECTOR
 from pipeline.eval.spec import CandidatesSpec, EvaluateSpec, RerankSpec
 from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index, combine_filters
+from pipeline.index.reader import IndexReader, combine_filters
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS, Registry
 from pipeline.search.candidates import generator_columns
 from pipeline.search.fusion import FUSED
@@ -139,7 +139,7 @@ def _reranked_row(reranker: RerankSpec, searcher: Searcher, names: Sequence[str]
     return Row(name, score, reranker)
 
 
-def _nonempty_representations(index: Index, filter: str | None) -> list[str]:
+def _nonempty_representations(index: IndexReader, filter: str | None) -> list[str]:
     filters = {
         name: combine_filters(filter, f"`{name}` IS NOT NULL") for name in index.representations()
     }

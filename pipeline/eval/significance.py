@@ -76,12 +76,21 @@ def bootstrap_interval(
     >>> round(low, 1), round(high, 1)
     (0.4, 0.6)
     """
+    return percentile_interval(bootstrap_means(values_N, num_samples, seed), share)
+
+
+def bootstrap_means(values_N: np.ndarray, num_samples: int, seed: int = 0) -> np.ndarray:
+    """Returns the means (S,) of bootstrap samples of N values, drawn with replacement."""
     values_N = np.asarray(values_N, np.float64)
-    indices_SN = np.random.default_rng(seed).integers(
-        0, len(values_N), (num_samples, len(values_N))
-    )
+    shape = (num_samples, len(values_N))
+    indices_SN = np.random.default_rng(seed).integers(0, len(values_N), shape)
+    return values_N[indices_SN].mean(axis=1)
+
+
+def percentile_interval(means_S: np.ndarray, share: float = 0.95) -> tuple[float, float]:
+    """Returns the confidence interval of a statistic from its bootstrap samples."""
     tail = (1 - share) / 2
-    low, high = np.quantile(values_N[indices_SN].mean(axis=1), [tail, 1 - tail])
+    low, high = np.quantile(means_S, [tail, 1 - tail])
     return float(low), float(high)
 
 

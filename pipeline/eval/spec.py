@@ -130,6 +130,10 @@ class EvaluateSpec(Spec):
     comparisons: list[list[str]] = Field(default_factory=list)
     """Planned comparisons: pairs of rows such as [hpool_32.maxsim, bm25]. Their p values are
     corrected among themselves only, unlike those of the table of all rows."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of methods in the plots and in the LaTeX table, such as {kcenter int8: k-centre}."""
+    plots: Literal["png", "svg", "pdf"] = "png"
+    """Format of the plots."""
     search_page: str | None = None
     """URL of a search page that serves the index, such as http://localhost:8000/?index=cranfield.
     The report links its example queries to the side-by-side view."""

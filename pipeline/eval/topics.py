@@ -19,14 +19,13 @@ from pipeline.data.decode import Unreadable
 from pipeline.data.text import parse_object
 from pipeline.eval import JudgedQueries
 from pipeline.paths import open_file
-from pipeline.schema import ITEM, is_blank
+from pipeline.schema import ITEM, SURROGATES, is_blank
 
 if TYPE_CHECKING:
-    from pipeline.index.reader import Index
+    from pipeline.index.reader import IndexReader
 
 #: Prefix of the keys of the metadata of items.
 METADATA = "metadata."
-_SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
 
 def read_lines(path: str, field: str, required: str = "") -> Iterator[tuple[int, str]]:
@@ -38,7 +37,7 @@ def read_lines(path: str, field: str, required: str = "") -> Iterator[tuple[int,
     rule, is_empty = "a UTF-8 file", bool(required)
     with reading(field, path, rule), open_file(path, "r", errors="surrogateescape") as file:
         for number, line in enumerate(file, start=1):
-            if _SURROGATES.search(line):
+            if SURROGATES.search(line):
                 raise SpecError(field, path, rule, f"is malformed in line {number}")
             if (line := line.removeprefix("\ufeff")).strip():
                 is_empty = False
@@ -179,7 +178,7 @@ def categories(value: Any) -> Iterator[str]:
 
 
 def queries_by_document_category(
-    index: Index, judged: JudgedQueries, field: str, level: str, filter: str | None
+    index: IndexReader, judged: JudgedQueries, field: str, level: str, filter: str | None
 ) -> dict[str, list[str]]:
     """Groups query ids by the categories of their relevant documents.
 

@@ -25,7 +25,8 @@ def codec_names(evaluation: Evaluation) -> list[str]:
 def line_name(evaluation: Evaluation, result: Result) -> str:
     """Returns the label of a row's line: its method and, with several encoders, the encoder."""
     encoders = {r.encoder for r in evaluation.results if r.encoder}
-    return result.method if len(encoders) < 2 else f"{result.method}, {result.encoder[:6]}"
+    label = evaluation.spec.get("labels", {}).get(result.method, result.method)
+    return label if len(encoders) < 2 else f"{label}, {result.encoder[:6]}"
 
 
 def maxsim_rows(evaluation: Evaluation) -> list[Result]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import posixpath
 import secrets
+import shlex
 import time
 from pathlib import Path
 
@@ -22,6 +23,10 @@ ITEMS, REJECTS, ARTEFACTS, JOBS = "items.lance", "rejects.lance", "artefacts", "
 PROGRESS = "progress.json"
 LEASE = "lease"
 PARTS = (ITEMS, REJECTS, ARTEFACTS, JOBS)
+#: Suffix of the index of a folder, which is beside the folder.
+SUFFIX = ".maxray"
+#: Environment variable that names the executor of jobs: `ray` or `process`.
+EXECUTOR = "MAXRAY_EXECUTOR"
 
 
 def job_id() -> str:
@@ -33,12 +38,22 @@ def missing_index(uri: str) -> SpecError:
     """Returns the error for a URI that does not exist or contains no index."""
     is_missing = not is_uri(uri) and not Path(absolute(uri)).exists()
     problem = "does not exist" if is_missing else "contains no index"
-    note = f" (no {ITEMS} in {absolute(uri)}); jobs.index SPEC index=URI makes one"
+    folder = "FOLDER" if is_missing or is_uri(uri) else shlex.quote(uri)
+    note = f" (no {ITEMS} in {absolute(uri)}); `maxray index {folder}` makes one"
     if not is_uri(uri):
         found = sorted(path.parent.name for path in Path(absolute(uri)).glob(f"*/{ITEMS}"))
         if found:
             note += f"; did you mean {posixpath.join(uri, found[0])!r}?"
-    return SpecError("index", uri, "the URI of an index made by jobs.index", problem, note)
+    return SpecError("index", uri, "the URI of an index of Maxray", problem, note)
+
+
+def find_index(uri: str) -> str:
+    """Returns a URI, or that of the index beside it for a local folder that contains no index."""
+    with within("index"):
+        folder = "" if is_uri(uri) else absolute(uri)
+    beside = f"{posixpath.normpath(folder)}{SUFFIX}"
+    is_other = Path(folder).exists() and not Path(folder, ITEMS).exists()
+    return beside if folder and is_other and Path(beside, ITEMS).exists() else uri
 
 
 def check_index(uri: str) -> None:

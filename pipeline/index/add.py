@@ -7,7 +7,6 @@ driver commits these files. An interrupted job resumes with the fragments that l
 from __future__ import annotations
 
 import logging
-import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,21 +14,22 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import lance
-import numpy as np
-import pyarrow as pa
-import ray
-import torch
 from lance.fragment import FragmentMetadata
 
 from pipeline.config import Spec
-from pipeline.index.capacity import check_capacity
-from pipeline.index.reader import Index, get_fragment, part_uri
-from pipeline.index.session import Session, configure_ray_data, iter_rows
-from pipeline.index.stage import Profile, Resources, consecutive_starts, map_batches
+from pipeline.index.executor import Executor
+from pipeline.index.filling import FilledFragment, FragmentActor
+from pipeline.index.in_process import current
+from pipeline.index.reader import IndexReader, part_uri
+from pipeline.index.session import Session
+from pipeline.index.stage import Profile, Resources, consecutive_starts
 from pipeline.runtime import logs, tracing
 from pipeline.runtime.progress import Totals
 
 log = logging.getLogger("maxray.index")
+
+#: Number of items up to which columns are added without Ray, unless it is asked for.
+SMALL_ITEMS = 10_000
 
 
 class Work(NamedTuple):
@@ -61,6 +61,11 @@ class AddedColumns(ABC):
         self.index, self.spec, self.resources, self.pool = index, spec, resources, pool
         self.commit_fragments = commit_fragments
 
+    @property
+    def is_small(self) -> bool:
+        """True if the index has at most `SMALL_ITEMS` items."""
+        return len(IndexReader(self.index)) <= SMALL_ITEMS
+
     @abstractmethod
     def prepare(self, session: Session, report: Callable[[str], None]) -> list[Work]:
         """Adds the columns that the index lacks, and finds the fragments without their data."""
@@ -76,26 +81,27 @@ def run(
     job: str,
     report: Callable[[str], None] = log.info,
     lease_seconds: float | None = None,
+    executor: Executor | None = None,
 ) -> Progress:
-    """Adds columns and fills all fragments. Ray must be connected to a cluster.
+    """Adds columns and fills all fragments.
 
     Raises:
         SpecError: The columns cannot be added, or are stored with other settings.
         LeaseHeld: Another job is writing to the index.
         Stopped: SIGTERM was received. Finished work is committed and the lease is released.
     """
-    check_capacity(columns.resources)
+    executor = executor or current()
+    executor.check(columns.resources)
     progress = Progress(seconds=dict.fromkeys(("read", columns.actor.step, "write"), 0.0))
     settings = (columns.index, columns.spec, columns.kind, job, progress.summary)
-    with Session(*settings, lease_seconds) as session:
+    with Session(*settings, lease_seconds, executor) as session:
         incomplete = columns.prepare(session, report)
         progress.fragments = len(session.writer.dataset.get_fragments())
         num_incomplete = sum(len(work.fragments) for work in incomplete)
         progress.done_before = progress.fragments - num_incomplete
         report(f"{num_incomplete} of {progress.fragments} fragments to fill with {columns.title}")
         for work in incomplete:
-            filled = fill_fragments(columns, work, session.writer.dataset.version)
-            commit_filled(session, columns, filled, progress, report)
+            commit_filled(session, columns, work, progress, report)
         columns.finish(session, progress, report)
     return progress
 
@@ -133,102 +139,21 @@ class Progress:
         )
 
 
-class FilledFragment(NamedTuple):
-    """Result of filling the new columns of one fragment.
-
-    Attributes:
-        fragment: Fragment metadata with the new data file, or None if nothing was written.
-        rows: Number of rows that received data.
-        empty: Number of rows that were processed and received no data.
-        seconds: Time by step, in the order of the steps.
-        ended: End of the last step, in seconds since 1970.
-    """
-
-    fragment: FragmentMetadata | None
-    fields: list[int]
-    rows: int
-    empty: int
-    seconds: dict[str, float]
-    number: int
-    ended: float
-
-
-class FragmentActor(ABC):
-    """Actor that computes the new columns of fragments and writes them.
-
-    Attributes:
-        step: Name of the step that computes the columns.
-        columns: Names of the columns.
-    """
-
-    step: ClassVar[str]
-    columns: Sequence[str]
-
-    def __init__(self, index: str, version: int, num_threads: int):
-        torch.set_num_threads(num_threads)  # sums of products are rounded by their number
-        self.index = Index(index, version)
-
-    @abstractmethod
-    def read(self, fragment: lance.LanceFragment) -> pa.Table:
-        """Reads the rows to fill, with their `_rowid`. Other rows remain null."""
-
-    @abstractmethod
-    def compute(self, number: int, table: pa.Table) -> tuple[pa.Table, int]:
-        """Computes the columns of the rows, with `_rowid`, and the number of rows without data."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Schema of the columns with the `_rowid` of their rows."""
-        columns = map(self.index.schema.field, self.columns)
-        return pa.schema([pa.field("_rowid", pa.uint64()), *columns])
-
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[bytes]]:
-        """Fills the fragments of a batch. Returns a pickled `FilledFragment` for each."""
-        return {"filled": [pickle.dumps(self.fill(int(n))) for n in batch["fragment"]]}
-
-    def fill(self, number: int) -> FilledFragment:
-        """Fills one fragment. The result depends on the stored rows and their order only."""
-        times = [time.perf_counter()]
-        fragment = get_fragment(self.index.dataset, number)
-        with self.index.corruption_errors():
-            table = self.read(fragment)
-        times.append(time.perf_counter())
-        filled, num_empty = self.compute(number, table) if table.num_rows else (table, 0)
-        num_rows = filled.num_rows
-        if not table.num_rows:  # an explicit null in one row marks the fragment as complete
-            lacks_data = f"`{self.columns[0]}` IS NULL"
-            filled = fragment.to_table(columns=[], filter=lacks_data, with_row_id=True, limit=1)
-            for name in self.columns:
-                filled = filled.append_column(name, pa.nulls(filled.num_rows))
-        filled = filled.select(self.schema.names).cast(self.schema)
-        times.append(time.perf_counter())
-        metadata, modified = fragment.update_columns(filled) if filled.num_rows else (None, [])
-        times.append(time.perf_counter())
-        seconds = dict(zip(("read", self.step, "write"), np.diff(times).tolist(), strict=True))
-        return FilledFragment(metadata, modified, num_rows, num_empty, seconds, number, time.time())
-
-
-def fill_fragments(columns: AddedColumns, work: Work, version: int) -> ray.data.Dataset:
-    """Returns a lazy dataset with one row per fragment, which a pool of actors fills."""
-    configure_ray_data(columns.resources)
-    rows = [{"fragment": number} for number in work.fragments]
-    dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
-    common = {"index": part_uri(columns.index), "version": version}
-    common["num_threads"] = columns.pool.num_threads
-    arguments = {**common, **work.arguments}
-    return map_batches(dataset, columns.actor, arguments, columns.pool, batch_size=1)
-
-
 def commit_filled(
     session: Session,
     columns: AddedColumns,
-    filled: ray.data.Dataset,
+    work: Work,
     progress: Progress,
     report: Callable[[str], None],
 ) -> None:
-    """Commits columns as actors complete them. `filled` contains pickled `FilledFragment`s."""
+    """Commits columns as actors complete them."""
     pending: list[tuple[FragmentMetadata, list[int]]] = []
     start = time.perf_counter()
+    location = {"index": part_uri(columns.index), "version": session.writer.dataset.version}
+    arguments = {**location, **work.arguments}
+    filled = session.executor.filled(
+        columns.actor, arguments, work.fragments, columns.pool, columns.resources
+    )
 
     def commit() -> None:
         with tracing.span("commit", job=session.job, fragments=len(pending)):
@@ -247,9 +172,8 @@ def commit_filled(
     total = progress.fragments - progress.done_before
     with session.monitor.phase(session.kind, "fragments", total, steps):
         try:
-            for row in iter_rows(filled):
-                if row is not None:
-                    done: FilledFragment = pickle.loads(row["filled"])
+            for done in filled:
+                if done is not None:
                     if done.fragment is not None:
                         pending.append((done.fragment, done.fields))
                     _observe(session, done)

@@ -11,16 +11,16 @@ from typing import Any
 
 import lance
 import pyarrow as pa
-import ray
 
 from pipeline.config import MissingField, SpecError
 from pipeline.index import listing, tasks, unit_reader
-from pipeline.index.add import AddedColumns, FragmentActor, Progress, Work
+from pipeline.index.add import AddedColumns, Progress, Work
 from pipeline.index.checks import check, check_same_encoder
 from pipeline.index.columns import RERANK_TOKENS, all_representations
+from pipeline.index.filling import FragmentActor
 from pipeline.index.info import RerankInfo
 from pipeline.index.listing import ListingJob
-from pipeline.index.reader import Index, get_fragment
+from pipeline.index.reader import IndexReader, get_fragment
 from pipeline.index.rerank_tokens import check_same_adapter, rerank_field
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -45,9 +45,8 @@ class CacheFragment(FragmentActor):
         listed: ListingJob,
         shards: dict[int, list[int]],
         stage: Stage,
-        num_threads: int,
     ):
-        super().__init__(index, version, num_threads)
+        super().__init__(index, version)
         self.listed, self.shards, self.stage = listed, shards, stage.load()
 
     def read(self, fragment: lance.LanceFragment) -> pa.Table:
@@ -90,16 +89,16 @@ class Backfill(AddedColumns):
         if spec.rerank is None:
             raise MissingField("rerank", None, "the folder of an EDJE (rerank=FOLDER)")
         self.rerank = spec.rerank
-        if not len(Index(spec.index)):
+        if not len(IndexReader(spec.index)):
             note = "; run `maxray index` with this spec first"
             raise SpecError("index", spec.index, "an index with items", "is empty", note)
 
     def prepare(self, session: Session, report: Callable[[str], None]) -> list[Work]:
         """Adds the column, and lists the source to find the items without tokens."""
         writer, resources = session.writer, self.resources
-        load = tasks.describe_encoder.options(**resources.encode.task_options)
         with session.monitor.phase("load encoder"):
-            encoder_info = session.call(ray.get, load.remote(self.spec.encoder))
+            describe = tasks.describe_encoder, self.spec.encoder
+            encoder_info = session.run(resources.encode, *describe)
         column = rerank_field(self.rerank, encoder_info)
         check_same_encoder(writer.dataset.schema, encoder_info)
         if RERANK_TOKENS in writer.dataset.schema.names:
@@ -135,9 +134,7 @@ class Backfill(AddedColumns):
 def _shards_by_fragment(
     session: Session, listed: ListingJob, resources: IndexResources
 ) -> dict[int, list[int]]:
-    read = resources.read
-    task = _list_shard.options(**read.task_options)
-    results = tasks.list_shards(listed, None, read.max_actors, session.check, task)
+    results = tasks.list_shards(session, resources.read, listed, function=_list_shard)
     shards: dict[int, list[int]] = {}
     for shard, fragments in results:
         for fragment in fragments:
@@ -145,7 +142,6 @@ def _shards_by_fragment(
     return {fragment: sorted(shards[fragment]) for fragment in sorted(shards)}
 
 
-@ray.remote
 def _list_shard(
     listed: ListingJob, shard: int, description: dict[str, Any]
 ) -> tuple[int, list[int]]:

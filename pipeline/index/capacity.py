@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-
 from pipeline.config import SpecError
 from pipeline.index.stage import Profile
 
@@ -20,8 +18,11 @@ RESERVED = {
 }
 
 
-def check_capacity(profile: Profile, nodes: Sequence[Mapping[str, Any]] | None = None) -> None:
+def check_capacity(profile: Profile, nodes: Sequence[Mapping[str, Any]]) -> None:
     """Checks that the actors of a profile can start. Otherwise the job would wait for ever.
+
+    Args:
+        nodes: Nodes of the cluster, as `ray.nodes()` returns them.
 
     Raises:
         SpecError: An actor needs more than any node has, or the smallest pools need more than the
@@ -29,7 +30,6 @@ def check_capacity(profile: Profile, nodes: Sequence[Mapping[str, Any]] | None =
     """
     if profile.autoscaling:
         return
-    nodes = ray.nodes() if nodes is None else nodes
     available = [node["Resources"] for node in nodes if node["Alive"]]
     note = "; set autoscaling: true if the cluster adds nodes on demand"
     for field, (resource, description) in RESERVED.items():
@@ -41,8 +41,8 @@ def check_capacity(profile: Profile, nodes: Sequence[Mapping[str, Any]] | None =
             if needed > largest:
                 rule = f"at most {largest:g}, {description} of the largest node of the cluster"
                 raise SpecError(f"{name}.{field}", needed, rule, note=note)
-            # Tasks and reused processes release their resources, actors keep them.
-            if name in TASKS or pool.reuses_processes:
+            # Tasks release their resources, actors keep them.
+            if name in TASKS:
                 continue
             left -= needed * pool.min_actors
             if left < 0:

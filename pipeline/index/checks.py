@@ -11,7 +11,7 @@ from pipeline.data.combined import Combined
 from pipeline.encoders import AttentionInfo
 from pipeline.index.columns import all_representations, represented_fields, taps_by_representation
 from pipeline.index.info import EncoderInfo, pooled_infos, representation_infos
-from pipeline.index.reader import Index, check_location, contains_index, exists
+from pipeline.index.reader import IndexReader, check_location, contains_index, exists
 from pipeline.index.rerank_tokens import read_edje
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.trained import check_compressors
@@ -19,8 +19,12 @@ from pipeline.registry import ENCODERS, SOURCES
 from pipeline.taps import Tap
 
 
-def check(spec: IndexSpec) -> None:
-    """Raises `SpecError` if the source, encoder, representations or location cannot succeed."""
+def check(spec: IndexSpec) -> IndexSpec:
+    """Returns a spec with the width of precomputed vectors, read from the file of the source.
+
+    Raises:
+        SpecError: The source, encoder, representations or location cannot succeed.
+    """
     item_fields = represented_fields(all_representations(spec))
     check_location(spec.index)
     source = spec.build_source()
@@ -33,6 +37,12 @@ def check(spec: IndexSpec) -> None:
         with within("fit.source"):
             calibration.build_source().check()
     encoder = ENCODERS.load(spec.encoder.name)
+    encoder_dim, source_dim = (getattr(s, "dim", None) for s in (spec.encoder, source))
+    if "vectors" in encoder.default_inputs and source_dim != encoder_dim and source_dim:
+        if encoder_dim is not None:
+            raise SpecError("encoder.dim", encoder_dim, f"{source_dim}, as in source.dim")
+        completed = spec.encoder.model_copy(update={"dim": source_dim})
+        spec = spec.model_copy(update={"encoder": completed})
     with within("encoder"):
         encoder.check(spec.encoder)
     if spec.rerank is not None:
@@ -40,14 +50,12 @@ def check(spec: IndexSpec) -> None:
             rule = "null unless a representation has `field: content`"
             raise SpecError("rerank", spec.rerank, rule)
         read_edje(spec.rerank)
-    encoder_dim, source_dim = (getattr(s, "dim", None) for s in (spec.encoder, source))
-    if "vectors" in encoder.default_inputs and source_dim and encoder_dim != source_dim:
-        raise SpecError("encoder.dim", encoder_dim, f"{source_dim}, as in source.dim")
     check_compressors(all_representations(spec), spec.encoder)
     _check_taps(spec, encoder.attention(spec.encoder))
     for source_spec in filter(None, (spec.source, spec.fit.source)):
         for leaf in SOURCES.load(source_spec.name).leaf_specs(source_spec):
             _check_source(spec, leaf)
+    return spec
 
 
 def check_resources(spec: IndexSpec, resources: IndexResources) -> None:
@@ -60,7 +68,7 @@ def check_resources(spec: IndexSpec, resources: IndexResources) -> None:
 def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
     """Raises `SpecError` if no reject of the index has one of the given reasons."""
     if reasons:
-        known = set(Index(spec.index).rejects()["reason"].to_pylist())
+        known = set(IndexReader(spec.index).rejects()["reason"].to_pylist())
         for reason in reasons:
             if reason not in known:
                 problem = "is not the reason of any reject in the index"

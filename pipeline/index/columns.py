@@ -24,7 +24,7 @@ from pipeline.config import (
 )
 from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.index.positions import decode_positions, stored_type
-from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec
+from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec, short_name
 from pipeline.schema import FORMAT_VERSION, ITEM, with_metadata
 from pipeline.taps import Tap, single_layer_taps
 
@@ -56,6 +56,8 @@ def token_column(item_field: str, name: str) -> str:
 
 #: Column of the tokens of an EDJE adapter, see `rerank_tokens`.
 RERANK_TOKENS = "rerank_tokens"
+#: End of the message about a representation whose settings differ from those of its column.
+OTHER_COLUMN = "; set `id` to store it as another column"
 #: Names that representations cannot have: stored and intermediate columns.
 RESERVED_NAMES = (
     *ITEM.names,
@@ -121,7 +123,7 @@ def default_id(compressor: Spec, with_budget: bool = True) -> str:
     'hpool_rows_12_5pct'
     """
     values = dict(compressor)
-    parts = ["full" if values["name"] == "none" else values["name"]]
+    parts = ["full" if values["name"] == "none" else short_name(values["name"])]
     for name, field in type(compressor).model_fields.items():
         value = values[name]
         is_default = field.is_required() or value == field.get_default(call_default_factory=True)
@@ -167,7 +169,7 @@ def codec_name(codec: Mapping[str, Any]) -> str:
     ('binary query=binary', 'float16')
     """
     settings = (f"{key}={value}" for key, value in codec_settings(codec).items())
-    return " ".join([codec["name"], *settings])
+    return " ".join([short_name(codec["name"]), *settings])
 
 
 def codec_id(codec: ComponentSpec) -> list[str]:
@@ -180,7 +182,7 @@ def codec_id(codec: ComponentSpec) -> list[str]:
     """
     if codec.name == Representation.model_fields["codec"].default:
         return []
-    parts = [codec.name]
+    parts = [short_name(codec.name)]
     for key, value in codec_settings(dump(codec)).items():
         name = "" if key == "bits" else f"{key}_" if isinstance(value, str) else key
         parts.append(f"{name}{value}")
@@ -212,6 +214,12 @@ def all_representations(spec: ListsRepresentations) -> list[Representation]:
         for fields in expand_sweep(sweep) if sweep else []:
             with within("sweep"):
                 representations.append(parse(Representation, fields))
+    check_representations(representations)
+    return representations
+
+
+def check_representations(representations: Sequence[Representation]) -> None:
+    """Raises `SpecError` if there are no representations, or two of the same id."""
     if not representations:
         rule = "a non-empty list, unless `sweep` has representations"
         raise SpecError("representations", [], rule)
@@ -220,7 +228,6 @@ def all_representations(spec: ListsRepresentations) -> list[Representation]:
         if names.count(name) > 1:
             rule = "unique (set a different `id`)"
             raise SpecError("representations", name, rule, "occurs twice")
-    return representations
 
 
 def taps_by_representation(representations: Iterable[Representation]) -> dict[str, tuple[Tap, ...]]:
@@ -303,6 +310,7 @@ def representation_info(
         positions={kind: field_info.position_column(kind) for kind in field_info.position_types},
         assignment_column=representation.assignment_id if has_assignment(representation) else None,
         assignment_form=compressor.assignment_form if has_assignment(representation) else None,
+        code=COMPRESSORS.code(representation.compressor.name),
     )
 
 
@@ -344,8 +352,14 @@ def changed_setting(
         ("compressor", stored_settings(representation.compressor), stored.compressor),
         ("codec", dump(representation.codec), stored.codec),
         ("field", representation.field, stored.field),
+        ("code", current_code(stored), stored.code),
     )
     return next((setting for setting in settings if setting[1] != setting[2]), None)
+
+
+def current_code(stored: RepresentationInfo) -> str | None:
+    """Returns the present hash of a compressor's code, or None if none is stored."""
+    return stored.code and COMPRESSORS.code(stored.compressor["name"])
 
 
 def check_same_settings(
@@ -354,11 +368,8 @@ def check_same_settings(
     """Raises `SpecError` if a column with other settings is stored under the same name."""
     if setting := changed_setting(representation, encoder_info, stored):
         name, value, stored_value = setting
-        field, note = (
-            f"representations.{representation.id}.{name}",
-            "; set `id` to store it as another column",
-        )
-        raise SpecError(field, value, f"{stored_value}, as in the index", note=note)
+        field = f"representations.{representation.id}.{name}"
+        raise SpecError(field, value, f"{stored_value}, as in the index", note=OTHER_COLUMN)
 
 
 def compressor_remarks(

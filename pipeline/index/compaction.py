@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from concurrent import futures
+from functools import partial
 from typing import Any, cast
 
 import lance
-import ray
 from lance import LanceDataset
 from lance.optimize import (
     Compaction,
@@ -17,9 +17,9 @@ from lance.optimize import (
     RewriteResult,
 )
 
-from pipeline.index.session import checked_call
+from pipeline.config import JobError, SpecError, Stopped
+from pipeline.index.session import Session
 from pipeline.index.stage import Resources
-from pipeline.index.writer import IndexWriter
 
 log = logging.getLogger("maxray.index")
 
@@ -47,33 +47,26 @@ def plan_compaction(
     return Compaction.plan(dataset, cast(CompactionOptions, options))
 
 
-@ray.remote
 def _merge(task: CompactionTask, uri: str, version: int) -> RewriteResult:
     return task.execute(lance.dataset(uri, version=version))
 
 
 class FragmentMerger:
-    """Merges the fragments that an index job has committed, in Ray tasks, while it continues.
+    """Merges the fragments that an index job has committed, while it continues.
 
     Fragments of earlier jobs remain: the job may still replace rows in them.
-
-    Args:
-        check: Called while waiting. Raises an error to stop the job.
     """
 
-    def __init__(self, writer: IndexWriter, resources: Resources, check: Callable[[], None]):
-        self._writer, self._check = writer, check
-        self._task = _merge.options(**resources.task_options)
-        self._earlier = [f.fragment_id for f in writer.dataset.get_fragments()]
+    def __init__(self, session: Session, pool: Resources):
+        self._session, self._writer, self._pool = session, session.writer, pool
+        self._earlier = [f.fragment_id for f in self._writer.dataset.get_fragments()]
         self._num_planned = len(self._earlier)
-        self._running: list[ray.ObjectRef] = []
+        self._running: list[futures.Future[RewriteResult]] = []
 
     def step(self) -> None:
         """Commits finished merges, or starts merges if there are enough fragments."""
-        if self._running:
-            count = len(self._running)
-            if len(ray.wait(self._running, num_returns=count, timeout=0)[0]) < count:
-                return
+        if not all(merge.done() for merge in self._running):
+            return
         self.finish()
         num_fragments = len(self._writer.dataset.get_fragments())
         if num_fragments - self._num_planned < MERGE_FRAGMENTS:
@@ -89,7 +82,8 @@ class FragmentMerger:
         )
         # The last group may be small: it is merged again with later fragments.
         arguments = dataset.uri, dataset.version
-        self._running = [self._task.remote(task, *arguments) for task in plan.tasks]
+        submit = partial(self._session.executor.submit, self._pool, _merge)
+        self._running = [submit(task, *arguments) for task in plan.tasks]
         self._num_planned = num_fragments
 
     def finish(self) -> None:
@@ -98,7 +92,11 @@ class FragmentMerger:
         if not merges:
             return
         try:
-            metrics = self._writer.commit_compaction(checked_call(self._check, ray.get, merges))
-            self._num_planned -= metrics.fragments_removed - metrics.fragments_added
-        except ray.exceptions.RayError as error:  # the fragments remain as they are
+            rewritten = [self._session.wait(merge) for merge in merges]
+        except (JobError, SpecError, Stopped):
+            raise
+        except Exception as error:  # such as a lost worker: the fragments remain as they are
             log.warning("Could not merge fragments: %s", error)
+            return
+        metrics = self._writer.commit_compaction(rewritten)
+        self._num_planned -= metrics.fragments_removed - metrics.fragments_added

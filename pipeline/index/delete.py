@@ -10,7 +10,7 @@ from pydantic import model_validator
 from pipeline.config import Spec, Uri
 from pipeline.index.filters import filtering
 from pipeline.index.listing import chunks
-from pipeline.index.reader import Index, id_filter
+from pipeline.index.reader import IndexReader, id_filter
 from pipeline.index.session import Session
 
 #: Maximum number of rows that a commit removes, and of ids in a filter.
@@ -64,14 +64,14 @@ def run(
     """
     progress = Counts()
     if is_dry:
-        _select(Index(spec.index), spec, progress)
+        _select(IndexReader(spec.index), spec, progress)
         report(_selection(progress))
         return progress
-    Index(spec.index)  # a session would create a missing index
+    IndexReader(spec.index)  # a session would create a missing index
     with Session(
         spec.index, spec, "delete", job, lambda: asdict(progress), lease_seconds
     ) as session:
-        rows = session.call(_select, Index(spec.index), spec, progress)
+        rows = session.call(_select, IndexReader(spec.index), spec, progress)
         report(_selection(progress))
         pairs = ((fragment, item_id) for fragment, ids in rows.items() for item_id in ids)
         with session.monitor.phase("delete", total=progress.selected):
@@ -96,7 +96,7 @@ def _selection(progress: Counts) -> str:
     return f"{progress.selected:,} items are selected{unknown}"
 
 
-def _select(index: Index, spec: DeleteSpec, progress: Counts) -> dict[int, list[str]]:
+def _select(index: IndexReader, spec: DeleteSpec, progress: Counts) -> dict[int, list[str]]:
     rows: dict[int, list[str]] = {}
     for condition in _conditions(index, spec):
         scanner = index.dataset.scanner(
@@ -112,7 +112,7 @@ def _select(index: Index, spec: DeleteSpec, progress: Counts) -> dict[int, list[
     return rows
 
 
-def _conditions(index: Index, spec: DeleteSpec) -> Iterator[str]:
+def _conditions(index: IndexReader, spec: DeleteSpec) -> Iterator[str]:
     if spec.filter is not None:
         with filtering(index, spec.filter) as condition:
             assert condition is not None

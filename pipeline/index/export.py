@@ -29,7 +29,7 @@ from pipeline.config import SpecError, absolute
 from pipeline.data.vector_files import QRELS, QUERIES, QUERY_IDS, DocumentFiles
 from pipeline.index.filters import check_matches, filtering
 from pipeline.index.info import PREFIX_SEPARATOR
-from pipeline.index.reader import Index, access_errors, combine_filters, first_vectors
+from pipeline.index.reader import IndexReader, access_errors, combine_filters, first_vectors
 from pipeline.paths import locate
 from pipeline.runtime.atomic import check_writable
 from pipeline.schema import ITEM, METADATA_KEY, column_metadata, vectors_type
@@ -96,7 +96,7 @@ def export(
             exported item is judged, a vector exceeds the range of float16, or the output exists or
             cannot be written.
     """
-    index = Index(uri)
+    index = IndexReader(uri)
     column, metadata = _column_and_metadata(index, representation)
     filesystem, path = _check_output(output, form, overwrite)
     condition = combine_filters(filter, f"`{column}` IS NOT NULL")
@@ -124,7 +124,7 @@ def export(
     return num_done
 
 
-def _column_and_metadata(index: Index, representation: str) -> tuple[str, dict[str, Any]]:
+def _column_and_metadata(index: IndexReader, representation: str) -> tuple[str, dict[str, Any]]:
     column = representation.partition(PREFIX_SEPARATOR)[0]
     columns = [name for name in index.schema.names if _is_exportable(index, name)]
     if column not in columns:
@@ -135,11 +135,13 @@ def _column_and_metadata(index: Index, representation: str) -> tuple[str, dict[s
     return column, column_metadata(index.schema.field(column))
 
 
-def _is_exportable(index: Index, column: str) -> bool:
+def _is_exportable(index: IndexReader, column: str) -> bool:
     return column in index.representations() or column in index.pooled_columns
 
 
-def _check_judged(index: Index, condition: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
+def _check_judged(
+    index: IndexReader, condition: str, qrels: Mapping[str, Mapping[str, int]]
+) -> None:
     judged = {document for grades in qrels.values() for document in grades}
     for batch in index.batches(["item_id"], filter=condition):
         if not judged.isdisjoint(batch["item_id"].to_pylist()):
@@ -182,7 +184,7 @@ def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFil
     return filesystem, path
 
 
-def _count(index: Index, condition: str, filter: str | None, representation: str) -> int:
+def _count(index: IndexReader, condition: str, filter: str | None, representation: str) -> int:
     with filtering(index, filter):
         num_items = index.dataset.count_rows(condition)
     if num_items == 0:
@@ -194,7 +196,7 @@ def _count(index: Index, condition: str, filter: str | None, representation: str
 
 
 def _rows(
-    index: Index, name: str, condition: str
+    index: IndexReader, name: str, condition: str
 ) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
     """Yields batches of items, their vectors (T, D) and the number of vectors per item (B,)."""
     columns = [column for column in ITEM.names if column in index.dataset.schema.names]

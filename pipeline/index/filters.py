@@ -16,14 +16,14 @@ import pyarrow as pa
 
 from pipeline.config import SpecError
 from pipeline.index.conditions import FILTER_RULE, condition_sql, filterable
-from pipeline.index.reader import Index, first_line
+from pipeline.index.reader import IndexReader, first_line
 
 __all__ = ["FILTER_RULE", "check_filter", "filterable", "filtering", "matching_ids"]
 
 _FILE_ERROR = re.compile(r"Not found: |LanceError\(IO\)|Object at location|No such file")
 
 
-def check_filter(index: Index, filter: str) -> str:
+def check_filter(index: IndexReader, filter: str) -> str:
     """Validates a filter and returns its SQL. No items are read."""
     if not isinstance(filter, str) or not filter.strip():
         raise SpecError("filter", filter, FILTER_RULE)
@@ -37,7 +37,7 @@ def check_filter(index: Index, filter: str) -> str:
 
 
 @contextlib.contextmanager
-def filtering(index: Index, filter: str | None) -> Iterator[str | None]:
+def filtering(index: IndexReader, filter: str | None) -> Iterator[str | None]:
     """Context for filtered reads: yields the SQL of the filter, or None without a filter.
 
     Raises:
@@ -56,7 +56,7 @@ def filtering(index: Index, filter: str | None) -> Iterator[str | None]:
 
 
 def matching_ids(
-    index: Index, filter: str, fragments: Sequence[lance.LanceFragment] | None = None
+    index: IndexReader, filter: str, fragments: Sequence[lance.LanceFragment] | None = None
 ) -> pa.ChunkedArray:
     """Returns the ids of all items that match a filter."""
     with filtering(index, filter) as condition:
@@ -75,7 +75,7 @@ def _unusable(filter: str, error: Exception) -> SpecError:
     return SpecError("filter", filter, FILTER_RULE, f"cannot be evaluated ({line})")
 
 
-def _problem(index: Index, filter: str) -> str | None:
+def _problem(index: IndexReader, filter: str) -> str | None:
     try:
         index.dataset.scanner(columns=["item_id"], filter=filter).explain_plan()
     except (ValueError, RuntimeError) as error:

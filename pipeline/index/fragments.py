@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ WRITTEN = pa.schema([pa.field("written", pa.large_binary())])
 
 
 class WriteFragments:
-    """Actor that writes units to Lance fragments. The driver commits the fragments later.
+    """Writes units to Lance fragments. The driver commits the fragments later.
 
     Args:
         max_bytes: Maximum size of the rows of a fragment in memory, unless it has a single unit.
@@ -36,10 +35,9 @@ class WriteFragments:
     def __init__(self, index: str, max_bytes: int, job: str | None = None):
         self.uri, self.max_bytes, self._job = part_uri(index, ITEMS), max_bytes, job
 
-    def __call__(self, block: pa.Table) -> pa.Table:
-        """Writes packed units to one or more fragments and returns a row of `WRITTEN`."""
+    def write(self, units: Sequence[Unit]) -> Pending:
+        """Writes units to one or more fragments."""
         started, start = time.time(), time.perf_counter()
-        units = [Unit.unpack(block, i) for i in range(block.num_rows)]
         written = Pending()
         for group in self._groups([unit.items for unit in units if unit.items.num_rows]):
             # Units lack the columns of a field that none of their items has.
@@ -63,7 +61,7 @@ class WriteFragments:
         for unit in units:
             unit.starts["write"], unit.seconds["write"] = started, seconds
             written.units.append(WrittenUnit.from_unit(unit))
-        return pa.Table.from_pylist([{"written": pickle.dumps(written)}], schema=WRITTEN)
+        return written
 
     def _groups(self, tables: list[pa.Table]) -> Iterator[list[pa.Table]]:
         limits = UnitLimits(max(1, len(tables)), self.max_bytes)

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from pipeline.config import WEIGHTS_HASH, SpecError, describe, digest, dump
 from pipeline.index.positions import EXTENTS
-from pipeline.registry import COMPRESSORS
+from pipeline.registry import COMPRESSORS, short_name
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
 from pipeline.taps import Tap
 
@@ -134,6 +134,7 @@ class RepresentationInfo:
         assignment_form: Encoding of the assignment, or None if the index lacks the column.
         max_vectors: Length of the prefix, for a representation that consists of the first vectors
             of each item in the column. None if it consists of all of them.
+        code: Hash of the code of a compressor that is not registered, or None.
     """
 
     column: str
@@ -151,6 +152,7 @@ class RepresentationInfo:
     assignment_column: str | None = None
     assignment_form: AssignmentForm | None = None
     max_vectors: int | None = None
+    code: str | None = None
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> RepresentationInfo:
@@ -191,6 +193,7 @@ class RepresentationInfo:
                     if assignment in schema.names
                     else None
                 ),
+                code=stored.get("code"),
             )
         except (KeyError, TypeError, AttributeError, ValidationError) as error:
             raise _malformed(name, error) from None
@@ -220,6 +223,8 @@ class RepresentationInfo:
         }
         if self.assignment_column is not None:
             metadata["assignment"] = self.assignment_column
+        if self.code is not None:
+            metadata["code"] = self.code
         return metadata
 
     @property
@@ -352,8 +357,8 @@ class CandidatesInfo:
 
     @property
     def generator_name(self) -> str:
-        """Registered name of the generator."""
-        return self.generator["name"]
+        """Name of the generator in searches."""
+        return short_name(self.generator["name"])
 
     @property
     def fit(self) -> dict[str, Any]:

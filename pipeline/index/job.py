@@ -1,4 +1,4 @@
-"""Index job: Ray Data streams units through encoder actors, and the driver commits fragments.
+"""Index job: an executor streams units through encoders, and the driver commits fragments.
 
 However a job ends, its commits persist and the next run resumes from them: the index is its own
 checkpoint.
@@ -7,39 +7,43 @@ checkpoint.
 from __future__ import annotations
 
 import logging
-import pickle
+import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import ray
 import yaml
 
 from pipeline.config import JobError, SpecError
 from pipeline.data.combined import Combined
 from pipeline.index import JOBS, tasks
-from pipeline.index.capacity import check_capacity
 from pipeline.index.checks import check, check_reasons, check_resources
 from pipeline.index.compaction import FragmentMerger
 from pipeline.index.counts import Counts
+from pipeline.index.executor import Executor
 from pipeline.index.fitting import LearnedState, fitted_fields, needs_fit, trained_state
 from pipeline.index.fragments import Pending, reason_counts
-from pipeline.index.listing import ListingJob, ShardTally
-from pipeline.index.metrics import commit_seconds
+from pipeline.index.in_process import current
+from pipeline.index.listing import (
+    ListingJob,
+    ShardTally,
+    mark_duplicates,
+    stale_rows,
+    unlisted_rejects,
+)
 from pipeline.index.plan import ColumnPlan, plan_columns
-from pipeline.index.reader import Index, open_folder, quote
-from pipeline.index.session import Session, iter_rows
+from pipeline.index.reader import IndexReader, open_folder, quote
+from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stage import FINISHED
-from pipeline.index.stream import encode_stage, written_fragments
+from pipeline.index.stream import encode_stage, index_stream
 from pipeline.index.units import UnitRange
 from pipeline.index.writer import IndexWriter
 from pipeline.registry import ENCODERS, SOURCES
 from pipeline.runtime import logs, tracing
-from pipeline.runtime.progress import Totals, read_board, start_board
+from pipeline.runtime.progress import Totals, ray_is_connected
 from pipeline.schema import REJECT
 
 log = logging.getLogger("maxray.index")
@@ -67,18 +71,13 @@ class Context:
         """Writer of the session."""
         return self.session.writer
 
-    def map_shards(self, task: Any, job: ListingJob, shards: Iterable[int]) -> Iterator[Any]:
-        """Runs a task for each shard with the resources of `read` and yields the results."""
-        read = self.resources.read
-        arguments = ((shard,) for shard in shards)
-        bound_task = task.options(**read.task_options)
-        return tasks.map_shards(bound_task, job, arguments, read.max_actors, self.session.check)
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a function with the resources of `read` and returns its result."""
+        return self.session.run(self.resources.read, function, *arguments)
 
     def list_shards(self, job: ListingJob, limit: int | None = None) -> Iterator[ShardTally]:
         """Plans and lists a source with the resources of `read` and yields the tallies."""
-        read = self.resources.read
-        task = tasks.list_shard.options(**read.task_options)
-        return tasks.list_shards(job, limit, read.max_actors, self.session.check, task)
+        return tasks.list_shards(self.session, self.resources.read, job, limit)
 
 
 @dataclass(frozen=True)
@@ -102,41 +101,43 @@ def run(
     *,
     job: str,
     limit: int | None = None,
-    remove_missing: bool = False,
+    remove_missing: bool | None = False,
     retry_rejects: tuple[str, ...] = (),
     report: Callable[[str], None] = log.info,
     lease_seconds: float | None = None,
+    executor: Executor | None = None,
 ) -> Counts:
-    """Runs the job until all items have been processed. Ray must be connected to a cluster.
+    """Runs the job until all items have been processed.
 
     Args:
         limit: Maximum number of items to list, or None for all.
-        remove_missing: Whether to remove rows that the source no longer lists.
+        remove_missing: Whether to remove rows that the source no longer lists, see `find_missing`.
         retry_rejects: Reasons whose rejects are retried.
+        executor: Executor of the job. The default is that of this process.
 
     Raises:
         SpecError: An input is invalid. Raised before anything is written.
         LeaseHeld: Another job is writing to the index.
         Stopped: SIGTERM was received. Finished work is committed and the lease is released.
     """
-    check(spec)
+    spec = check(spec)
     check_resources(spec, resources)
-    check_capacity(resources)
+    executor = executor or current()
+    executor.check(resources)
     check_reasons(spec, retry_rejects)
     progress = Counts()
     start = time.perf_counter()
-    with Session(spec.index, spec, "index", job, progress.summary, lease_seconds) as session:
+    record = (spec.index, spec, "index", job, progress.summary)
+    with Session(*record, lease_seconds, executor) as session:
         progress.phases = session.monitor.phases
         progress.phases["lease"] = time.perf_counter() - start
         context = Context(spec, resources, session, progress, report)
-        start_board()
         # The encoder is loaded while the source is listed.
-        encoder_info = tasks.describe_encoder.options(**resources.encode.task_options).remote(
-            spec.encoder
-        )
+        describe = tasks.describe_encoder, spec.encoder
+        encoder_info = executor.submit(resources.encode, *describe)
         listing = list_source(context, limit, retry_rejects)
         with context.session.monitor.phase("load encoder", total=progress.to_do):
-            columns = plan_columns(spec, session.call(ray.get, encoder_info), session.writer)
+            columns = plan_columns(spec, session.wait(encoder_info), session.writer)
         learned = fit_columns(context, listing, columns)
         stream(context, listing, columns, learned)
         with session.monitor.phase("finish"):
@@ -150,7 +151,6 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
     """Lists the source, records entries that cannot be listed and finds the items to process."""
     progress, writer = context.progress, context.writer
     job = context.spec.listing_job(context.session.folder, retry_rejects)
-    task_options = context.resources.read.task_options
     with context.session.monitor.phase("index ids"):
         writer.index_ids()
     tallies: list[ShardTally] = []
@@ -166,13 +166,14 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
     num_shards = len(tallies)
     counts = {tally.shard: tally.counts for tally in tallies}
     with context.session.monitor.phase("mark duplicates"):
-        call = tasks.mark_duplicates.options(**task_options).remote(job, num_shards)
-        duplicates = context.session.call(ray.get, call)
-        counts.update(duplicates)
+        counts.update(context.run(mark_duplicates, job, num_shards))
     # Recorded after listing: otherwise later shards would count these rejects as already known.
     with context.session.monitor.phase("record rejects"):
         shards = [tally.shard for tally in tallies if tally.num_unlisted]
-        for rejects, num_known in context.map_shards(tasks.unlisted_rejects, job, shards):
+        calls = [(job, shard) for shard in shards]
+        read, check = context.resources.read, context.session.check
+        found = context.session.executor.map(read, unlisted_rejects, calls, check)
+        for rejects, num_known in found:
             progress.rejected_before += num_known
             progress.rejected += rejects.num_rows
             progress.listed += num_known + rejects.num_rows
@@ -208,7 +209,6 @@ def fit_columns(
     spec = context.spec
     fitted = [r for r in columns.added if needs_fit(r)]
     job, num_shards = _calibration(context, listing) if fitted else (listing.job, 0)
-    task = tasks.fit_representation.options(**context.resources.encode.task_options)
     learned, fields = dict(columns.learned), []
     for r in columns.added:
         if r not in fitted:
@@ -216,9 +216,8 @@ def fit_columns(
         else:
             stage = encode_stage(spec, columns.encoder_info, [r])
             with context.session.monitor.phase(f"fit {r.id}", total=context.progress.to_do):
-                threads = context.resources.encode.num_threads
-                call = task.remote(job, num_shards, spec.fit, stage, r, threads)
-                learned[r.id] = context.session.call(ray.get, call)
+                fit = tasks.fit_representation, job, num_shards, spec.fit, stage, r
+                learned[r.id] = context.session.run(context.resources.encode, *fit)
         fields += fitted_fields(spec.index, r, columns.encoder_info, learned[r.id])
     context.writer.add_columns([*columns.encoder_fields, *fields, *columns.rerank_fields])
     return learned
@@ -229,11 +228,9 @@ def _calibration(context: Context, listing: Listing) -> tuple[ListingJob, int]:
     if spec is None:
         return listing.job, listing.num_shards
     job = spec.listing_job(f"{context.session.folder}/fit")
-    task_options = context.resources.read.task_options
     with context.session.monitor.phase("list the calibration source"):
         num_shards = sum(1 for _ in context.list_shards(job))
-        call = tasks.mark_duplicates.options(**task_options).remote(job, num_shards)
-        context.session.call(ray.get, call)
+        context.run(mark_duplicates, job, num_shards)
     return job, num_shards
 
 
@@ -244,7 +241,7 @@ def stream(
     if not listing.ranges:
         return
     spec, progress, session = context.spec, context.progress, context.session
-    written = written_fragments(
+    index = index_stream(
         spec,
         context.resources,
         listing.job,
@@ -257,10 +254,10 @@ def stream(
     # If the job dies, committed fragments persist and the next run recomputes the others.
     pending = Pending()
     before, interval = progress.done, spec.commit_seconds
-    merger = FragmentMerger(context.writer, context.resources.write, session.check)
+    merger = FragmentMerger(session, context.resources.write)
 
     def steps() -> dict[str, Totals] | None:
-        totals = read_board(session.job)
+        totals = session.executor.totals(session.job)
         finished = totals.pop(FINISHED, None)
         if finished is None:
             return None
@@ -270,14 +267,14 @@ def stream(
         return {step: counts for step, counts in totals.items() if counts.items}
 
     progress.stream_started = time.time()
-    context.report(f"{progress.to_do:,} items to process; starting actors and loading the encoder")
+    context.report(f"{progress.to_do:,} items to process; loading the encoder")
     start = committed = time.perf_counter()
     with session.monitor.phase("index", total=progress.to_do, steps=steps):
         try:
-            for row in iter_rows(written):
-                if row is not None:
+            for written in session.executor.written(index, context.resources):
+                if written is not None:
                     progress.first_written = progress.first_written or time.time()
-                    pending.add(pickle.loads(row["written"]))
+                    pending.add(written)
                 now = time.perf_counter()
                 if pending.units and (now - committed > interval or _is_full(spec, pending)):
                     _commit(context, listing, pending)
@@ -308,7 +305,10 @@ def _commit(context: Context, listing: Listing, pending: Pending) -> None:
             writer.renew()  # writing only rejects requires the lease as well
         writer.set_rejects(pending.rejects_with(listing.job.spec_digest), pending.item_ids)
     seconds = time.perf_counter() - start
-    commit_seconds().observe(seconds)
+    if ray_is_connected():
+        from pipeline.index.metrics import commit_seconds
+
+        commit_seconds().observe(seconds)
     version = writer.dataset.version
     for unit in pending.units:
         tracing.record_steps("unit", unit.steps, job=job, unit=unit.name, items=unit.items)
@@ -344,28 +344,33 @@ def finish(context: Context) -> None:
         )
     if rejected:
         collections = spec.build_source().collections
-        table = Index(spec.index).rejects().to_pylist()
+        table = IndexReader(spec.index).rejects().to_pylist()
         by_reason: dict[str, list[str]] = {}
         for row in table:
             if row["source"] in collections:
                 by_reason.setdefault(row["reason"], []).append(row["item_id"])
         for reason, ids in sorted(by_reason.items(), key=lambda entry: (-len(entry[1]), entry[0])):
             report(f"rejected {len(ids):,}: {reason} ({_examples(sorted(ids))})")
-        report(f"all rejects with their details: maxray status {spec.index} --rejects")
-    wait_for = partial(context.session.call, ray.get)
-    truncated = wait_for(tasks.truncated_files.remote(spec)) if tasks.has_media(spec) else []
+        command = f"maxray status {shlex.quote(spec.index)} --rejects"
+        report(f"all rejects with their details: {command}")
+    truncated = context.run(tasks.truncated_files, spec) if tasks.has_media(spec) else []
     progress.truncated = len(truncated)
     if truncated:
         names = ", ".join(truncated[:5]) + (", ..." if len(truncated) > 5 else "")
         report(f"truncated files: {len(truncated):,} ({names}), indexed up to the truncation")
     if ENCODERS.load(spec.encoder.name).has_warnings(spec.encoder):
         report("checking recognition files for ids without an item")
-        for sentence in wait_for(tasks.remarks.remote(spec)):
+        for sentence in context.run(tasks.remarks, spec):
             report(sentence)
 
 
-def find_missing(context: Context, listing: Listing, remove: bool) -> None:
-    """Reports or removes rows that the source no longer lists, if all of it could be read."""
+def find_missing(context: Context, listing: Listing, remove: bool | None) -> None:
+    """Reports or removes rows that the source no longer lists, if all of it could be read.
+
+    Args:
+        remove: Whether to remove them. None removes them, and accepts that the source is unreadable
+            in part.
+    """
     if listing.num_unreadable:
         if not remove:
             return
@@ -378,10 +383,9 @@ def find_missing(context: Context, listing: Listing, remove: bool) -> None:
         context.report(f"source{error.field}: {error.value} {error.problem} ({error.rule})")
     collections = source.collections
     names = [*collections, *_former_collections(context, collections)]
-    call = tasks.stale_rows.remote(listing.job, listing.num_shards, names)
-    stale = context.session.call(ray.get, call)
+    stale = context.run(stale_rows, listing.job, listing.num_shards, names)
     progress.missing = sum(map(len, stale.values()))
-    if remove:
+    if remove or (remove is None and stale):
         context.writer.remove(stale)
         progress.removed = progress.missing
         context.report(f"removed {progress.removed:,} items that the source no longer lists")

@@ -126,6 +126,12 @@ def plan(job: ListingJob) -> Iterator[dict[str, Any]]:
     yield from job.build_source().shards()
 
 
+def is_small(source: Source) -> bool:
+    """Checks whether a source has one shard, or one per part: it is indexed without Ray then."""
+    num_parts = source.num_parts
+    return sum(1 for _ in itertools.islice(source.shards(), num_parts + 1)) <= num_parts
+
+
 def list_source(job: ListingJob, limit: int | None = None) -> list[ShardTally]:
     """Plans and lists a source in this process. See `tasks.list_shards` for jobs."""
     tallies: list[ShardTally] = []
@@ -155,7 +161,7 @@ def list_shard(job: ListingJob, shard: int, description: dict[str, Any]) -> Shar
     for chunk in chunks(scan(source, description), LOOKUP):
         items = [(position, entry) for position, entry in chunk if isinstance(entry, Item)]
         unlisted += [(p, entry) for p, entry in chunk if isinstance(entry, Reject)]
-        stored = _stored(dataset, [item.item_id for _, item in items])
+        stored = stored_rows(dataset, [item.item_id for _, item in items])
         known = _known_rejects(rejected, [item.item_id for _, item in items], job)
         done: list[str] = []
         for position, item in items:
@@ -170,7 +176,9 @@ def list_shard(job: ListingJob, shard: int, description: dict[str, Any]) -> Shar
             columns["fragment"].append(fragment)
             sizes.append(source.item_size(description["shard"], item))
             parents.append(item.parent_id)
-        solved += _ids_among(rejected, done)
+        parents_of_items = {item.parent_id for _, item in items if item.parent_id != item.item_id}
+        malformed = {entry.item_id for _, entry in unlisted}
+        solved += _ids_among(rejected, [*done, *sorted(parents_of_items - malformed)])
     limits = job.limits.with_items(source.unit_limit(description["shard"]))
     units_N = limits.unit_numbers(columns["position"], sizes)
     metadata = {SHARD_KEY: json.dumps(description)}
@@ -188,7 +196,7 @@ def list_shard(job: ListingJob, shard: int, description: dict[str, Any]) -> Shar
     ):
         rejects = rejects.append_column(name, pa.array(values, type))
     _write_table(job.file("unlisted", shard), rejects)
-    num_unreadable = sum(reject.retryable for _, reject in unlisted)
+    num_unreadable = sum(source.hides_items(reject) for _, reject in unlisted)
     counts = _count(table)
     to_do_N = ~np.isin(np.array(columns["status"], np.int8), (DONE, REJECTED))
     may_cut_N = np.ones(len(sizes), bool)
@@ -314,22 +322,23 @@ def stale_rows(
         for kind in ("listed", "unlisted")
     )
     stale: dict[int, list[str]] = {}
+    source = job.build_source()
     scanner = lance.dataset(part_uri(job.index, ITEMS)).scanner(
         columns=["item_id", "parent_id"],
         filter=f"source IN ({', '.join(map(quote, collections))})",
         with_row_address=True,
     )
     for batch in scanner.to_batches():
-        ids = batch["item_id"].to_pylist()
+        ids, parents = batch["item_id"].to_pylist(), batch["parent_id"].to_pylist()
         hashes, parent_hashes = (
-            np.array([id_hash(name) for name in names], dtype=np.uint64)
-            for names in (ids, batch["parent_id"].to_pylist())
+            np.array([id_hash(name) for name in names], dtype=np.uint64) for names in (ids, parents)
         )
         is_present = np.isin(hashes, listed) | np.isin(hashes, unlisted)
         is_present |= np.isin(parent_hashes, unlisted)
         fragments = batch["_rowaddr"].to_numpy() >> 32
         for i in np.flatnonzero(~is_present):
-            stale.setdefault(int(fragments[i]), []).append(ids[i])
+            if source.covers(parents[i]):
+                stale.setdefault(int(fragments[i]), []).append(ids[i])
     return stale
 
 
@@ -341,7 +350,7 @@ def scan(source: Source, description: dict[str, Any]) -> Iterator[tuple[int, Ite
         yield position, entry
 
 
-def _stored(
+def stored_rows(
     dataset: lance.LanceDataset | None, item_ids: Sequence[str]
 ) -> dict[str, tuple[str, str, int]]:
     """Looks up the revision, source and fragment of all ids that have a row."""

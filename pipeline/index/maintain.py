@@ -17,7 +17,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from pipeline.config import Spec, Uri
 from pipeline.index import JOBS
 from pipeline.index.compaction import MERGED_BYTES, MERGED_ITEMS, plan_compaction
-from pipeline.index.reader import Index, open_dataset, open_folder
+from pipeline.index.reader import IndexReader, open_dataset, open_folder
 from pipeline.index.session import Session
 
 #: Files of a job's folder that are kept. The others are listings, which only the job itself reads.
@@ -85,7 +85,7 @@ def run(
         Stopped: SIGTERM was received. Finished steps are kept.
     """
     progress = Counts()
-    index = Index(spec.index)  # a session would create a missing index
+    index = IndexReader(spec.index)  # a session would create a missing index
     if is_dry:
         _report_plan(spec, index, report)
         return progress
@@ -152,7 +152,7 @@ def _clean(
     session.record("running")
 
 
-def _report_plan(spec: MaintainSpec, index: Index, report: Callable[[str], None]) -> None:
+def _report_plan(spec: MaintainSpec, index: IndexReader, report: Callable[[str], None]) -> None:
     tasks = _plan(spec, index.dataset).tasks
     merged = sum(len(task.fragments) for task in tasks)
     oldest = datetime.now() - timedelta(hours=spec.retain_hours)

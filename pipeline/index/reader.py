@@ -194,7 +194,7 @@ class Edition(NamedTuple):
     content: str
 
 
-class Index:
+class IndexReader:
     """Read-only view of one version of an index.
 
     Args:
@@ -226,8 +226,12 @@ class Index:
         names.append(str(self.dataset.schema))
         return Edition(self.version, hashlib.sha256("\n".join(names).encode()).hexdigest()[:16])
 
-    def __len__(self) -> int:
+    @functools.cached_property
+    def _num_items(self) -> int:
         return self.dataset.count_rows()
+
+    def __len__(self) -> int:
+        return self._num_items
 
     @functools.cached_property
     def schema(self) -> pa.Schema:
@@ -439,9 +443,9 @@ class Index:
         return None if lease.is_free(time.time()) else lease
 
 
-def open_edition(uri: str, edition: Edition) -> Index:
+def open_edition(uri: str, edition: Edition) -> IndexReader:
     """Opens a version of an index, or raises `SpecError` if it no longer exists."""
-    index = Index(uri, edition.version)
+    index = IndexReader(uri, edition.version)
     if index.edition != edition:
         raise SpecError("index", uri, "the index being served", "was replaced by another")
     return index

@@ -12,19 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 import lance
 import numpy as np
 import pyarrow as pa
-import ray
-import torch
 from pydantic import Field, PositiveInt
 
 from pipeline.compression.codecs import Codec
 from pipeline.config import Spec, SpecError, Uri
-from pipeline.index.add import (
-    AddedColumns,
-    FragmentActor,
-    Progress,
-    Work,
-    incomplete_fragments,
-)
+from pipeline.index.add import AddedColumns, Progress, Work, incomplete_fragments
 from pipeline.index.artefacts import Sample
 from pipeline.index.columns import (
     Representation,
@@ -36,6 +28,7 @@ from pipeline.index.columns import (
     required_taps,
     taps_by_representation,
 )
+from pipeline.index.filling import FragmentActor
 from pipeline.index.filters import check_matches, matching_ids
 from pipeline.index.fitting import (
     LearnedState,
@@ -48,7 +41,7 @@ from pipeline.index.fitting import (
 from pipeline.index.info import EncoderInfo, RepresentationInfo, tap_names
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.positions import decode_positions
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.session import Session
 from pipeline.index.stage import Profile, Resources
 from pipeline.index.stages import ColumnCollector, Compress
@@ -95,8 +88,8 @@ class FillFragment(FragmentActor):
 
     step = "compress"
 
-    def __init__(self, index: str, version: int, source: str, stage: Compress, num_threads: int):
-        super().__init__(index, version, num_threads)
+    def __init__(self, index: str, version: int, source: str, stage: Compress):
+        super().__init__(index, version)
         self.source, self.stage = source, stage.load()
         self.columns = stage.adds
         (self.item_field,) = stage.item_fields
@@ -133,7 +126,7 @@ class Recompression(AddedColumns):
         self.source = spec.source
         self.wanted = all_representations(spec)
         self.title = f"{len(self.wanted)} representations"
-        index = Index(spec.index)
+        index = IndexReader(spec.index)
         self.encoder_info, item_field = stored_encoder(index, spec.source)
         for r in self.wanted:
             if r.field != item_field:
@@ -164,7 +157,6 @@ class Recompression(AddedColumns):
     def _add_columns(self, session: Session) -> dict[str, LearnedState]:
         schema = session.writer.dataset.schema
         learned, added = {}, []
-        task = _fit.options(**self.pool.task_options)
         for r in self.wanted:
             if r.id in schema.names:
                 stored = RepresentationInfo.from_schema(schema, r.id)
@@ -173,8 +165,8 @@ class Recompression(AddedColumns):
                 continue
             if needs_fit(r):
                 with session.monitor.phase(f"fit {r.id}"):
-                    call = task.remote(self.spec, self.encoder_info, r, self.pool.num_threads)
-                    learned[r.id] = session.call(ray.get, call)
+                    fit = _fit, self.spec, self.encoder_info, r
+                    learned[r.id] = session.run(self.pool, *fit)
             else:
                 learned[r.id] = trained_state(r, self.encoder_info)
             added += fitted_fields(self.index, r, self.encoder_info, learned[r.id])
@@ -187,7 +179,7 @@ class Recompression(AddedColumns):
             report(sentence)
 
 
-def stored_encoder(index: Index, source: str) -> tuple[EncoderInfo, str]:
+def stored_encoder(index: IndexReader, source: str) -> tuple[EncoderInfo, str]:
     """Returns the encoder and the item field of an uncompressed representation."""
     infos = index.representations()
     if source not in infos:
@@ -198,7 +190,9 @@ def stored_encoder(index: Index, source: str) -> tuple[EncoderInfo, str]:
     return info.encoder, info.field
 
 
-def check_taps(index: Index, encoder_info: EncoderInfo, wanted: Sequence[Representation]) -> None:
+def check_taps(
+    index: IndexReader, encoder_info: EncoderInfo, wanted: Sequence[Representation]
+) -> None:
     """Raises `SpecError` if a representation needs an attention statistic that is not stored."""
     schema = index.dataset.schema
     for name, taps in taps_by_representation(wanted).items():
@@ -221,10 +215,10 @@ def check_sample(
     wanted: Sequence[Representation],
 ) -> None:
     """Raises `SpecError` if the sample of the spec cannot be used to fit the representations."""
-    index = Index(spec.index)
+    index = IndexReader(spec.index)
     if spec.fit_index is not None:
         with _errors_at("fit_index", spec.fit_index):
-            index = Index(spec.fit_index)
+            index = IndexReader(spec.fit_index)
             fit_encoder, fit_field = stored_encoder(index, spec.source)
             if (fit_encoder.fingerprint, fit_field) != (encoder_info.fingerprint, item_field):
                 rule = (
@@ -272,15 +266,12 @@ def with_vectors(table: pa.Table, codec: Codec, dim: int) -> pa.Table:
     return table.set_column(column, "vectors", vectors)
 
 
-@ray.remote
 def _fit(
     spec: RecompressSpec,
     encoder_info: EncoderInfo,
     representation: Representation,
-    num_threads: int,
 ) -> LearnedState:
-    torch.set_num_threads(num_threads)
-    index = Index(spec.fit_index or spec.index)
+    index = IndexReader(spec.fit_index or spec.index)
     field_info = encoder_info.for_field(representation.field)
     columns = {"vectors": spec.source}
     taps = required_taps([representation], encoder_info.num_layers)
@@ -305,7 +296,7 @@ def _fit(
     return learned._replace(sample=Sample(origin, content_N))
 
 
-def _sample(index: Index, spec: RecompressSpec, columns: list[str]) -> pa.Table:
+def _sample(index: IndexReader, spec: RecompressSpec, columns: list[str]) -> pa.Table:
     """Draws a random sample of the rows, in the order of the index."""
     dataset = index.dataset
     rows = np.arange(dataset.count_rows())

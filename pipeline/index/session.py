@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import functools
 import json
 import logging
 import math
 import os
-import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
-from typing import Any
-
-import ray
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import JobError, Spec, SpecError, Stopped, dump_yaml
 from pipeline.index import JOBS, PROGRESS
-from pipeline.index.metrics import JobMetrics
 from pipeline.index.reader import open_dataset, open_folder, part_uri
-from pipeline.index.stage import Profile
 from pipeline.index.writer import IndexWriter, LeaseLost
 from pipeline.paths import is_uri
 from pipeline.runtime import logs, tracing
 from pipeline.runtime.atomic import write_atomic
-from pipeline.runtime.progress import Monitor, Snapshot
+from pipeline.runtime.progress import Monitor, Snapshot, ray_is_connected
+from pipeline.runtime.waiting import call_in_thread, wait
+
+if TYPE_CHECKING:  # these import torch, which deletions do not need
+    from pipeline.index.executor import Executor
+    from pipeline.index.stage import Resources
 
 log = logging.getLogger("maxray.session")
 
 #: Interval at which the progress is stored in a local index, and in one in object storage, in
 #: seconds.
 SAVE_SECONDS, REMOTE_SAVE_SECONDS = 1.0, 10.0
-#: Interval at which a waiting job checks whether it has to stop, in seconds.
-CHECK_SECONDS = 0.5
 #: Environment variable with the lifetime of the lease, and its default, in seconds.
 LEASE_VARIABLE, LEASE_SECONDS = "MAXRAY_LEASE_SECONDS", 60.0
 
@@ -48,6 +46,7 @@ class Session:
         summary: Returns the counts to record. Called for each write of the record.
         lease_seconds: Lifetime of the lease in seconds, renewed after a quarter of it. The default
             is the environment variable `MAXRAY_LEASE_SECONDS`, or 60.
+        executor: Executor of the job. The default is that of this process.
 
     Attributes:
         folder: URI of the record.
@@ -63,13 +62,18 @@ class Session:
         job: str,
         summary: Callable[[], dict[str, Any]],
         lease_seconds: float | None = None,
+        executor: Executor | None = None,
     ):
         self.index, self.spec, self.kind, self.job = index, spec, kind, job
-        self._summary = summary
+        self._summary, self._executor = summary, executor
         self.folder = part_uri(index, JOBS, job)
         self._progress_file = part_uri(self.folder, PROGRESS)
         is_local = not is_uri(index) or index.startswith("file:")
-        record = JobMetrics(kind, index).record if ray.is_initialized() else lambda snapshot: None
+        record: Callable[[Snapshot], None] = lambda snapshot: None  # noqa: E731
+        if ray_is_connected():
+            from pipeline.index.metrics import JobMetrics
+
+            record = JobMetrics(kind, index).record
         self.monitor = Monitor(
             Snapshot(job, kind, index),
             record,
@@ -194,8 +198,23 @@ class Session:
             )
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a function that only reads, see `checked_call`. It may outlive the session."""
-        return checked_call(self.check, function, *arguments)
+        """Calls a function that only reads in a thread. It may outlive the session."""
+        return self.wait(call_in_thread(function, *arguments))
+
+    def wait(self, future: futures.Future[Any]) -> Any:
+        """Returns the result of a future, unless the job has to stop."""
+        return wait(future, self.check)
+
+    def run(self, pool: Resources, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a function with the resources of an actor of a pool, and returns its result."""
+        return self.wait(self.executor.submit(pool, function, *arguments))
+
+    @functools.cached_property
+    def executor(self) -> Executor:
+        """Executor of the job."""
+        from pipeline.index.in_process import current
+
+        return self._executor or current()
 
     def record(self, state: str, error: str = "") -> None:
         """Writes the summary of the job, which can be viewed with `jobs.status`.
@@ -219,79 +238,3 @@ def _default_lease() -> float:
     if not 0 < seconds < math.inf:
         raise SpecError(LEASE_VARIABLE, text, "a positive number of seconds")
     return seconds
-
-
-def checked_call(check: Callable[[], None], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a slow function in a thread, and `check` every half second.
-
-    If `check` raises an error, the function is abandoned.
-    """
-    result: futures.Future[Any] = futures.Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function(*arguments))
-        except BaseException as error:  # re-raised in the thread of the caller
-            result.set_exception(error)
-
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(run,), daemon=True).start()
-    while not futures.wait([result], CHECK_SECONDS).done:
-        check()
-    return result.result()
-
-
-def configure_ray_data(profile: Profile = Profile()) -> None:  # noqa: B008 - immutable
-    """Configures Ray Data for the streams of jobs."""
-    # Imported here, because the processes of a server use this module without Ray Data.
-    import ray.data
-    from ray.data.context import (
-        DEFAULT_DOWNSTREAM_CAPACITY_BACKPRESSURE_RATIO,
-        DEFAULT_EXECUTION_NO_PROGRESS_TIMEOUT_S,
-    )
-
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    # By default one row (a unit or a fragment number) per block, the granularity of scheduling and
-    # of the work lost when a process dies.
-    context.target_max_block_size = profile.block_bytes
-    context.execution_no_progress_timeout_s = (
-        profile.no_progress_seconds or DEFAULT_EXECUTION_NO_PROGRESS_TIMEOUT_S
-    )
-    context.downstream_capacity_backpressure_ratio = (
-        profile.backpressure_ratio or DEFAULT_DOWNSTREAM_CAPACITY_BACKPRESSURE_RATIO
-    )
-    context.raise_original_map_exception = True  # preserves a `SpecError` of a stage
-
-
-def iter_rows(dataset: ray.data.Dataset) -> Iterator[dict[str, Any] | None]:
-    """Yields the rows of a dataset as they arrive, and None after half a second without a row."""
-    from ray.data.exceptions import ExecutionTimeoutError
-
-    rows: queue.Queue = queue.Queue(maxsize=8)
-
-    def consume() -> None:
-        try:
-            for row in dataset.iter_rows():
-                rows.put(row)
-            rows.put(StopIteration)
-        except ExecutionTimeoutError:
-            seconds = dataset.context.execution_no_progress_timeout_s
-            problem = f"no stage has made progress for {seconds:g} s"
-            advice = "set no_progress_seconds of the profile if units take longer"
-            rows.put(JobError(f"{problem}; {advice}, or look for a stage without actors"))
-        except BaseException as error:  # re-raised in the thread of the caller
-            rows.put(error)
-
-    threading.Thread(target=consume, daemon=True).start()
-    while True:
-        try:
-            row = rows.get(timeout=CHECK_SECONDS)
-        except queue.Empty:
-            yield None
-            continue
-        if row is StopIteration:
-            return
-        if isinstance(row, BaseException):
-            raise row
-        yield row

@@ -1,24 +1,21 @@
-"""Stages of the index job and their execution as Ray Data operators.
+"""Stages of the index job.
 
-The rows of the Ray Data pipeline are units. A `Unit` is a fixed group of items that is encoded,
+Stages process units. A `Unit` is a fixed group of items that is encoded,
 written and committed atomically. Because batches never span units, a resumed job forms the same
 batches as an uninterrupted one and produces bit-identical vectors.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import logging
 import os
 import time
 import traceback
-import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,17 +26,10 @@ from pipeline.data.decode import Unreadable
 from pipeline.runtime.progress import meter
 from pipeline.schema import REJECT, Reject, detail_with_file, metadata_file
 
-if TYPE_CHECKING:
-    import ray.data
-
-log = logging.getLogger("maxray.stage")
-
 #: Errors that are caused by the machine rather than by the item. The next run retries the item.
 RETRYABLE = (TimeoutError, OSError, MemoryError)
 #: Step under which the units that have passed all stages are counted.
 FINISHED = "finished"
-#: Environment variable with the value of `Resources.reuse_processes` where that is None, 0 or 1.
-REUSE_PROCESSES = "MAXRAY_REUSE_PROCESSES"
 
 
 class Resources(Spec):
@@ -64,12 +54,6 @@ class Resources(Spec):
     """Memory that each actor reserves, in bytes. Ray starts no more actors than fit on a node."""
     num_threads: PositiveInt = 1
     """Number of threads that torch and BLAS use in each actor."""
-    reuse_processes: bool | None = None
-    """Run in worker processes that Ray keeps for later jobs, instead of in actors, whose processes
-    end with the job. Small jobs on a running cluster start faster, by about four seconds of CPU
-    time per stage. A process keeps the models of its last two stages in memory. Stages with a GPU
-    always run in actors. Null means the environment variable `MAXRAY_REUSE_PROCESSES`, 0 (the
-    default) or 1, when the job starts."""
 
     @model_validator(mode="after")
     def _check_resources(self) -> Resources:
@@ -83,15 +67,6 @@ class Resources(Spec):
         if self.num_gpus > 1 and self.num_gpus % 1:
             raise SpecError("num_gpus", self.num_gpus, "a whole number or less than 1")
         return self
-
-    @property
-    def reuses_processes(self) -> bool:
-        """True if the stage runs in processes that Ray keeps for later jobs."""
-        if self.num_gpus:
-            return False
-        if self.reuse_processes is None:
-            return os.environ.get(REUSE_PROCESSES, "0") == "1"
-        return self.reuse_processes
 
     @property
     def task_options(self) -> dict[str, Any]:
@@ -330,142 +305,24 @@ def _failure(stage: Stage, item: pa.Table, error: Exception) -> Reject:
     )
 
 
-class StageActor:
-    """Ray Data actor that runs one or more stages in sequence.
-
-    Items are not serialised between the stages of an actor.
+def run_stages(stages: Sequence[Stage], unit: Unit, job: str | None, is_last: bool) -> Unit:
+    """Runs loaded stages on a unit in sequence and counts what they did.
 
     Args:
-        is_last: Whether units that leave this actor count as finished.
+        is_last: Whether the unit then counts as finished.
     """
-
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        num_threads: int,
-        job: str | None = None,
-        is_last: bool = False,
-    ):
-        import torch
-
-        torch.set_num_threads(num_threads)
-        self.stages = [stage.load() for stage in stages]
-        self._job, self._is_last = job, is_last
-        self._log_start()
-        if job is not None and is_last:  # the models are loaded
-            meter(job).add(FINISHED)
-
-    def __call__(self, block: pa.Table) -> pa.Table:
-        """Runs all stages on a block of packed units."""
-        units = [self._run(Unit.unpack(block, i)) for i in range(block.num_rows)]
-        return packed_table(units)
-
-    def _log_start(self) -> None:
-        if not log.isEnabledFor(logging.INFO):
-            return
-        import ray
-
-        context = ray.get_runtime_context()
-        is_restart = bool(context.get_actor_id() and context.was_current_actor_reconstructed)
-        name = "actor_restarted" if is_restart else "actor_started"
-        fields = {"event": name, "job": self._job, "stages": [stage.name for stage in self.stages]}
-        log.log(logging.WARNING if is_restart else logging.INFO, "actor is ready", extra=fields)
-
-    def _run(self, unit: Unit) -> Unit:
-        # A unit that is repeated because its worker died has two of these lines.
-        fields = {"event": "unit_started", "job": self._job, "unit": unit.name}
-        log.info("unit started", extra=fields)
-        for stage in self.stages:
-            before = unit.seconds
-            unit = run_stage(stage, unit)
-            if self._job is not None:
-                for step, seconds in unit.seconds.items():
-                    if step not in before:
-                        meter(self._job).add(step, unit.num_entries, 1, seconds)
-        if self._job is not None:
-            if self._is_last:
-                meter(self._job).add(FINISHED, unit.num_entries, 1)
-            meter(self._job).end_unit()
-        return unit
-
-
-@functools.lru_cache(maxsize=2)
-def _constructed(pickled: bytes, pool: str) -> Callable[[Any], Any]:
-    from ray import cloudpickle
-
-    function_class, arguments = cloudpickle.loads(pickled)
-    return function_class(**arguments)
-
-
-def _call_constructed(batch: Any, pickled: bytes, pool: str) -> Any:
-    """Calls an object on a batch. Each process constructs one object per pool."""
-    return _constructed(pickled, pool)(batch)
-
-
-def map_batches(
-    dataset: ray.data.Dataset,
-    function_class: type[Any],
-    arguments: Mapping[str, Any],
-    resources: Resources,
-    **options: Any,
-) -> ray.data.Dataset:
-    """Maps the batches of a dataset in a pool of actors, or of reused processes."""
-    from ray import cloudpickle
-    from ray.data import ActorPoolStrategy, TaskPoolStrategy
-
-    options |= resources.task_options
-    if not resources.reuses_processes:
-        return dataset.map_batches(
-            function_class,
-            fn_constructor_kwargs=dict(arguments),
-            compute=ActorPoolStrategy(
-                min_size=resources.min_actors,
-                max_size=resources.max_actors,
-                initial_size=resources.initial_actors,
-                max_tasks_in_flight_per_actor=resources.max_in_flight,
-            ),
-            **options,
-        )
-    pickled = cloudpickle.dumps((function_class, dict(arguments)))
-    return dataset.map_batches(
-        functools.partial(_call_constructed, pickled=pickled, pool=uuid.uuid4().hex),
-        compute=TaskPoolStrategy(size=resources.max_actors),
-        **options,
-    )
-
-
-def chain(
-    dataset: ray.data.Dataset,
-    groups: Sequence[tuple[Sequence[Stage], Resources]],
-    columns: Sequence[str],
-    job: str | None = None,
-) -> ray.data.Dataset:
-    """Applies groups of stages to packed units, each in a separate pool of actors."""
-    available = set(columns)
-    for number, (stages, resources) in enumerate(groups, 1):
-        for stage in stages:
-            missing = sorted(set(stage.needs) - available)
-            if missing:
-                raise ValueError(
-                    f"stage {stage.name!r} needs the columns {missing}, "
-                    f"but only {sorted(available)} are available"
-                )
-            available |= set(stage.adds)
-        dataset = map_batches(
-            dataset,
-            StageActor,
-            {
-                "stages": list(stages),
-                "num_threads": resources.num_threads,
-                "job": job,
-                "is_last": number == len(groups),
-            },
-            resources,
-            batch_size=1,
-            batch_format="pyarrow",
-            zero_copy_batch=True,
-        )
-    return dataset
+    for stage in stages:
+        before = unit.seconds
+        unit = run_stage(stage, unit)
+        if job is not None:
+            for step, seconds in unit.seconds.items():
+                if step not in before:
+                    meter(job).add(step, unit.num_entries, 1, seconds)
+    if job is not None:
+        if is_last:
+            meter(job).add(FINISHED, unit.num_entries, 1)
+        meter(job).end_unit()
+    return unit
 
 
 def to_ipc(table: pa.Table) -> pa.Buffer:

@@ -15,7 +15,7 @@ from pipeline.index import JOBS
 from pipeline.index.columns import RERANK_TOKENS, codec_name
 from pipeline.index.info import tap_names
 from pipeline.index.positions import element_bytes, stored_bytes
-from pipeline.index.reader import Index, open_folder
+from pipeline.index.reader import IndexReader, open_folder
 
 
 def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
     Raises:
         SpecError: The index does not exist or is corrupted.
     """
-    index = Index(uri)
+    index = IndexReader(uri)
     lease = index.lease()
     infos, pooled = index.representations().values(), index.pooled_columns.values()
     encoders = {(info.encoder.name, info.encoder.fingerprint) for info in infos}
@@ -62,13 +62,13 @@ def rejects(uri: str) -> list[dict[str, Any]]:
             "stage": row["stage"],
             "detail": row["detail"],
         }
-        for row in Index(uri).rejects().to_pylist()
+        for row in IndexReader(uri).rejects().to_pylist()
     ]
     return sorted(rows, key=lambda row: (row["reason"], row["collection"], row["item_id"]))
 
 
 def representation_stats(
-    index: Index, representation: str, filter: str | None = None
+    index: IndexReader, representation: str, filter: str | None = None
 ) -> dict[str, Any]:
     """Computes the size statistics of a representation for all items, or those matching a filter.
 
@@ -116,7 +116,7 @@ def representation_stats(
     }
 
 
-def candidates_stats(index: Index) -> list[dict[str, Any]]:
+def candidates_stats(index: IndexReader) -> list[dict[str, Any]]:
     """Returns the candidate generators, with their `items` and the number of `coded` ones."""
     return [
         {
@@ -130,7 +130,7 @@ def candidates_stats(index: Index) -> list[dict[str, Any]]:
     ]
 
 
-def rerank_token_stats(index: Index, filter: str | None = None) -> dict[str, Any] | None:
+def rerank_token_stats(index: IndexReader, filter: str | None = None) -> dict[str, Any] | None:
     """Computes means per item of the column `rerank_tokens`, or returns None without it."""
     info = index.rerank_columns.get(RERANK_TOKENS)
     if info is None:

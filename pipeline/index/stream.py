@@ -1,17 +1,13 @@
-"""Data stream of the index job: Ray Data reads, encodes, compresses and writes units."""
+"""Stream of the index job: units are read, encoded, compressed and written."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
-import ray
-from ray.data.block import DataBatch
 
-from pipeline.data.decode.process import keep_memory
 from pipeline.index import unit_reader
 from pipeline.index.columns import (
     Representation,
@@ -21,17 +17,15 @@ from pipeline.index.columns import (
     represented_fields,
     required_taps,
 )
+from pipeline.index.executor import Stream
 from pipeline.index.fitting import LearnedState
-from pipeline.index.fragments import WriteFragments
 from pipeline.index.info import EncoderInfo
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import part_uri
-from pipeline.index.session import configure_ray_data
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.index.stage import Resources, Stage, Unit, chain, map_batches, packed_table
+from pipeline.index.stage import Resources, Stage
 from pipeline.index.stages import Compress, Encode, Prepare, Represent, needs_preparing
 from pipeline.index.units import UnitRange
-from pipeline.runtime.progress import meter
 from pipeline.schema import ITEM
 from pipeline.taps import Tap, single_layer_taps
 
@@ -85,65 +79,7 @@ def encode_stage(
     )
 
 
-def read_units(
-    listing_job: ListingJob,
-    ranges: Sequence[UnitRange],
-    pool: Resources,
-    job: str | None = None,
-) -> ray.data.Dataset:
-    """Returns a lazy dataset of packed units. A Ray task reads each range of units."""
-    return unit_dataset(partial(unit_reader.read_units, listing_job), ranges, pool, job)
-
-
-def unit_dataset(
-    read: Callable[[UnitRange], Iterator[Unit]],
-    ranges: Sequence[UnitRange],
-    pool: Resources,
-    job: str | None = None,
-) -> ray.data.Dataset:
-    """Returns a lazy dataset of the units that a function reads, in a Ray task per range."""
-
-    def read_block(block: DataBatch) -> Iterator[pa.Table]:
-        keep_memory()
-        started, start = time.time(), time.perf_counter()
-        for values in zip(*(block[name].tolist() for name in UnitRange._fields), strict=True):
-            for unit in read(UnitRange(*values)):
-                unit.starts["read"], unit.seconds["read"] = started, time.perf_counter() - start
-                if job is not None:
-                    meter(job).add("read", unit.num_entries, 1, unit.seconds["read"])
-                yield packed_table([unit])
-                started, start = time.time(), time.perf_counter()
-
-    rows = [units._asdict() for units in ranges]
-    return ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-        read_block,
-        batch_size=None,
-        compute=ray.data.TaskPoolStrategy(size=min(pool.max_actors, len(rows))),
-        **pool.task_options,
-    )
-
-
-def write_units(
-    units: ray.data.Dataset,
-    index: str,
-    pool: Resources,
-    units_per_fragment: int,
-    fragment_bytes: int,
-    job: str | None = None,
-) -> ray.data.Dataset:
-    """Returns a lazy dataset with one row (`fragments.WRITTEN`) per group of units."""
-    return map_batches(
-        units,
-        WriteFragments,
-        {"index": index, "max_bytes": fragment_bytes, "job": job},
-        pool,
-        batch_size=max(1, units_per_fragment),
-        batch_format="pyarrow",
-        zero_copy_batch=True,
-    )
-
-
-def written_fragments(
+def index_stream(
     spec: IndexSpec,
     resources: IndexResources,
     listing_job: ListingJob,
@@ -152,9 +88,8 @@ def written_fragments(
     learned: Mapping[str, LearnedState],
     stored_columns: Sequence[str],
     job: str | None = None,
-) -> ray.data.Dataset:
-    """Returns a lazy dataset with one row (`fragments.WRITTEN`) per fragment that was written."""
-    configure_ray_data(resources)
+) -> Stream:
+    """Returns the stream of an index job, whose result is a `Pending` per written fragment."""
     representations = all_representations(spec)
     item_fields = represented_fields(representations)
     groups: list[tuple[list[Stage], Resources]] = []
@@ -174,11 +109,15 @@ def written_fragments(
         groups.append(([Represent(encode, compress)], resources.encode))
     else:
         groups += [([encode], resources.encode), ([compress], resources.compress)]
-    units = read_units(listing_job, ranges, resources.read, job)
     payload = listing_job.build_source().payload
-    processed = chain(units, groups, [*ITEM.names, *payload.names], job)
-    # Of large items, a fragment has fewer: they should not wait long for their commit.
-    num_units = spec.fragment_items // spec.unit_items
-    return write_units(
-        processed, part_uri(spec.index), resources.write, num_units, spec.fragment_bytes, job
+    return Stream(
+        part_uri(spec.index),
+        partial(unit_reader.read_units, listing_job),
+        ranges,
+        groups,
+        [*ITEM.names, *payload.names],
+        # Of large items, a fragment has fewer: they should not wait long for their commit.
+        units_per_fragment=spec.fragment_items // spec.unit_items,
+        fragment_bytes=spec.fragment_bytes,
+        job=job,
     )

@@ -1,131 +1,89 @@
-"""Ray tasks of the index job."""
+"""Functions of the index job that an executor runs, on Ray as tasks."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import ray
-import torch
 
 from pipeline.config import ComponentSpec, SpecError, dump, within
 from pipeline.data.decode import Unreadable
+from pipeline.encoders.shared import load_encoder
 from pipeline.index import listing, unit_reader
 from pipeline.index.artefacts import Sample
 from pipeline.index.columns import Representation, all_representations, compressor_remarks
 from pipeline.index.fitting import LearnedState, fit
 from pipeline.index.info import EncoderInfo
 from pipeline.index.listing import ListingJob
-from pipeline.index.reader import Index, quote
-from pipeline.index.session import checked_call
+from pipeline.index.reader import IndexReader, quote
+from pipeline.index.session import Session
 from pipeline.index.spec import FitSample, IndexSpec
+from pipeline.index.stage import Resources
 from pipeline.index.stages import Encode
 from pipeline.index.token_columns import with_taps
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES
 from pipeline.tokens import TokenBatch
 
-list_shard = ray.remote(listing.list_shard)
-mark_duplicates = ray.remote(listing.mark_duplicates)
-unlisted_rejects = ray.remote(listing.unlisted_rejects)
-stale_rows = ray.remote(listing.stale_rows)
+#: Shards per message of the planning function.
+PLANNED_SHARDS = 8
 
 
-#: Shards per message of the planning task, and messages that wait for the driver.
-PLANNED_SHARDS, WAITING_MESSAGES = 8, 16
-
-
-@ray.remote
-def _plan(job: ListingJob) -> Iterator[list[dict[str, Any]]]:
+def planned(job: ListingJob) -> Iterator[list[dict[str, Any]]]:
+    """Yields groups of the shards of a source."""
     yield from listing.chunks(listing.plan(job), PLANNED_SHARDS)
 
 
 def list_shards(
+    session: Session,
+    pool: Resources,
     job: ListingJob,
-    limit: int | None,
-    max_running: int,
-    check: Callable[[], None],
-    task: Any,
+    limit: int | None = None,
+    function: Callable[..., Any] = listing.list_shard,
 ) -> Iterator[Any]:
     """Plans and lists a source, and yields the results of the shards in the order of completion.
 
     Args:
         limit: Maximum number of items, in listing order. With a limit, shards are listed one after
             another until it is reached.
+        function: Called with the job, the number of a shard and its description.
     """
-    # The task waits for the listing tasks, so it must not occupy their resources.
-    options: dict[str, Any] = {"num_cpus": 0, "num_returns": "streaming"}
-    options["_generator_backpressure_num_objects"] = WAITING_MESSAGES
-    messages: Any = _plan.options(**options).remote(job)
-    shards = enumerate(_shards(messages, check))
+    messages = session.executor.iterate(planned, (job,), session.check)
+    shards = enumerate(itertools.chain.from_iterable(messages))
     if limit is None:
-        arguments = ((number, {"shard": shard, "limit": None}) for number, shard in shards)
-        yield from map_shards(task, job, arguments, max_running, check)
+        arguments = ((job, n, {"shard": shard, "limit": None}) for n, shard in shards)
+        yield from session.executor.map(pool, function, arguments, session.check)
         return
-    while limit and (planned := next(shards, None)) is not None:
-        number, shard = planned
-        call = task.remote(job, number, {"shard": shard, "limit": limit})
-        tally = checked_call(check, ray.get, call)
+    while limit and (following := next(shards, None)) is not None:
+        number, shard = following
+        tally = session.run(pool, function, job, number, {"shard": shard, "limit": limit})
         limit -= tally.num_entries
-        check()
+        session.check()
         yield tally
-    if not limit:
-        ray.cancel(messages)
 
 
-def _shards(messages: Any, check: Callable[[], None]) -> Iterator[dict[str, Any]]:
-    while (message := checked_call(check, next, messages, None)) is not None:
-        yield from ray.get(message)
-
-
-def map_shards(
-    task: Any,
-    job: ListingJob,
-    arguments: Iterable[Sequence[Any]],
-    max_running: int,
-    check: Callable[[], None],
-) -> Iterator[Any]:
-    """Runs a task for each shard and yields the results in the order of completion.
-
-    Args:
-        max_running: Maximum number of concurrent tasks. Each starts a process, which on a small
-            machine takes longer than the listing itself.
-    """
-    running: list[ray.ObjectRef] = []
-    arguments = iter(arguments)
-    while True:
-        while len(running) < max_running and (values := next(arguments, None)) is not None:
-            running.append(task.remote(job, *values))
-        if not running:
-            return
-        ready, running = ray.wait(running, timeout=1.0)
-        check()
-        yield from ray.get(ready)
-
-
-@ray.remote
 def describe_encoder(spec: ComponentSpec) -> EncoderInfo:
     """Loads an encoder and returns its info."""
     with within("encoder"):
-        return EncoderInfo.from_encoder(ENCODERS.build(spec), spec)
+        return EncoderInfo.from_encoder(load_encoder(spec), spec)
 
 
-@ray.remote
 def remarks(spec: IndexSpec) -> list[str]:
     """Returns warnings about inputs that are not used and settings that are not suitable."""
 
     def ids() -> Iterator[str]:
-        index = Index(spec.index)
+        index = IndexReader(spec.index)
         for batch in index.batches(["item_id", "parent_id"], batch_rows=65_536):
             for column in batch.columns:
                 yield from column.to_pylist()
         yield from index.rejects()["item_id"].to_pylist()
 
     sentences = ENCODERS.load(spec.encoder.name).warnings(spec.encoder, ids)
-    dataset = Index(spec.index).dataset
+    dataset = IndexReader(spec.index).dataset
     return [*sentences, *compressor_remarks(dataset, all_representations(spec))]
 
 
@@ -136,11 +94,10 @@ def has_media(spec: IndexSpec) -> bool:
     return bool(provided & {"frames", "audio"})
 
 
-@ray.remote
 def truncated_files(spec: IndexSpec) -> list[str]:
     """Returns the truncated files in the source of a spec and their readable duration."""
     names = ", ".join(map(quote, spec.build_source().collections))
-    rows = Index(spec.index).batches(
+    rows = IndexReader(spec.index).batches(
         ["parent_id", "metadata"],
         filter=f"""source IN ({names}) AND metadata LIKE '%"truncated": true%'""",
     )
@@ -153,17 +110,14 @@ def truncated_files(spec: IndexSpec) -> list[str]:
     ]
 
 
-@ray.remote
 def fit_representation(
     job: ListingJob,
     num_shards: int,
     fit_sample: FitSample,
     stage: Encode,
     representation: Representation,
-    num_threads: int,
 ) -> LearnedState:
     """Fits a representation to a sample of the listed items, if enough are readable."""
-    torch.set_num_threads(num_threads)
     encoder = stage.load()
     taps = COMPRESSORS.build(representation.compressor).needs_taps
     hashes: set[int] = set()

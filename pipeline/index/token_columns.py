@@ -164,10 +164,9 @@ def padded_positions(
         return None
     flat, lengths = flat_from_arrow(column)
     has_position = mask & torch.from_numpy(lengths > 0).unsqueeze(1)
-    padded = torch.full(
-        (*mask.shape, *flat.shape[1:]), fill, dtype=torch.from_numpy(flat[:0]).dtype
-    )
-    padded[has_position] = torch.from_numpy(flat.copy())
+    values = torch.from_numpy(flat.copy())  # Arrow's memory is read-only
+    padded = torch.full((*mask.shape, *values.shape[1:]), fill, dtype=values.dtype)
+    padded[has_position] = values
     return padded
 
 

@@ -7,8 +7,11 @@ import errno
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import huggingface_hub
 import safetensors
 from huggingface_hub.errors import (
@@ -17,12 +20,17 @@ from huggingface_hub.errors import (
     HFValidationError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    SafetensorsParsingError,
+    StrictDataclassError,
 )
 
 from pipeline.config import SpecError, reading
 
 #: Errors of transformers and its libraries on invalid files, besides `OSError`.
-LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, ImportError)
+LOAD_ERRORS = (
+    *(ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError),
+    *(ValueError, safetensors.SafetensorError, StrictDataclassError),
+)
 #: Files of a checkpoint of OpenCLIP.
 OPEN_CLIP_CONFIG = "open_clip_config.json"
 OPEN_CLIP_WEIGHTS = "open_clip_model.safetensors"
@@ -34,6 +42,19 @@ FOLDER_RULE = "the folder of a checkpoint"
 #: First bytes of the file that git checks out in place of one that git-lfs stores.
 LFS_POINTER = b"version https://git-lfs"
 LFS_REMEDY = "; run `git lfs pull` there, or get the files with `hf download`"
+
+#: Commits by model and revision inside `same_commits`.
+_commits: ContextVar[dict[tuple[str, str | None], str] | None] = ContextVar("commits", default=None)
+
+
+@contextlib.contextmanager
+def same_commits() -> Iterator[None]:
+    """Looks up the commit of each model on the hub only once inside the block."""
+    token = _commits.set({})
+    try:
+        yield
+    finally:
+        _commits.reset(token)
 
 
 def find_checkpoint(model: str, revision: str | None, files: Sequence[str], rule: str) -> Path:
@@ -56,31 +77,64 @@ def find_checkpoint(model: str, revision: str | None, files: Sequence[str], rule
         raise SpecError("model", model, rule, "is a file", "; use the folder that contains it")
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]*\w)?", model):
         raise SpecError("model", model, rule, "is not a folder or hub name")
-    patterns = [*files, OPEN_CLIP_CONFIG]
-    with reading_hub(model, revision, rule):
-        return Path(
-            huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns)
-        )
+    commits, key = _commits.get(), (model, revision)
+    try:
+        with reading_hub(model, revision, rule):
+            folder = Path(
+                huggingface_hub.snapshot_download(
+                    model,
+                    revision=commits.get(key, revision) if commits else revision,
+                    allow_patterns=[*files, OPEN_CLIP_CONFIG],
+                )
+            )
+    except httpx2.TransportError as error:
+        raise SpecError("model", model, rule, *_hub_problem(error)) from None
+    if not folder.is_dir():
+        raise SpecError("model", model, rule, f"has no {files[0]} on the hub")
+    if commits is not None:
+        commits[key] = folder.name
+    return folder
+
+
+def list_model(
+    model: str, revision: str | None, rule: str
+) -> huggingface_hub.hf_api.ModelInfo | None:
+    """Returns the files and the card of a model on the hub, or None for a folder and offline.
+
+    Raises `SpecError` like `find_checkpoint`.
+    """
+    if Path(model).is_dir() or huggingface_hub.is_offline_mode():
+        return None
+    with contextlib.suppress(httpx2.TransportError), reading_hub(model, revision, rule):
+        return huggingface_hub.HfApi().model_info(model, revision=revision)
+    return None
 
 
 @contextlib.contextmanager
-def reading_hub(model: str, revision: str | None, rule: str) -> Iterator[None]:
+def reading_hub(
+    model: str, revision: str | None, rule: str, field: str = "model"
+) -> Iterator[None]:
     """Converts errors of the client of the hub inside the block to a `SpecError` with a remedy.
 
     Args:
-        model: Name of the model on the hub.
+        model: Name of the model, or for another field of a data set, on the hub.
         revision: Its revision.
-        rule: Description of valid values of `model`, used in the error message.
+        rule: Description of valid values of `field`, used in the error message.
+        field: Field of the name.
     """
     try:
         yield
     except RevisionNotFoundError:
         rule = f"a branch, tag, commit or refs/pr/N of {model}"
         raise SpecError("revision", revision, rule, "does not exist on the hub") from None
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        if isinstance(error, RepositoryNotFoundError) and _is_dataset(model):
-            raise SpecError("model", model, rule, "is a data set") from None
-        raise SpecError("model", model, rule, *_hub_problem(error)) from None
+    except (
+        *(OSError, HfHubHTTPError, HFValidationError, SafetensorsParsingError),
+        json.JSONDecodeError,  # of a page in the place of the hub
+    ) as error:
+        is_model = field == "model" and isinstance(error, RepositoryNotFoundError)
+        if is_model and _is_dataset(model):
+            raise SpecError(field, model, rule, "is a data set") from None
+        raise SpecError(field, model, rule, *_hub_problem(error)) from None
 
 
 def _is_dataset(name: str) -> bool:
@@ -99,7 +153,9 @@ def _hub_problem(error: Exception) -> tuple[str, str]:
         case RepositoryNotFoundError():
             note = "; if it is private, run `hf auth login`"
             return "is not a folder and does not exist on the hub", note
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+        case SafetensorsParsingError():
+            return "has a truncated or corrupted safetensors file on the hub", ""
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EFBIG):
             return "cannot be downloaded (no space left)", "; free space, or set HF_HOME"
         case OSError(errno=None) if type(error) is OSError:
             return "was downloaded incompletely", "; run the command again"
@@ -182,6 +238,9 @@ def check_safetensors(model: str, folder: Path, field: str = "model") -> None:
         if missing := sorted(shards - names):
             problem = f"has no {missing[0]}, which its {index.name} lists"
             raise SpecError(field, model, rule, problem, "; download it again")
+    elif any(re.match(r"model-\d+-of-\d+\.", name) for name in names):
+        problem = f"has no {index.name}, which lists its files"
+        raise SpecError(field, model, rule, problem, "; download it again")
     for name in sorted(names):
         try:
             with safetensors.safe_open(folder / name, "pt"):
@@ -189,3 +248,13 @@ def check_safetensors(model: str, folder: Path, field: str = "model") -> None:
         except (OSError, safetensors.SafetensorError) as error:
             problem = f"has a truncated or corrupted {name} ({error})"
             raise SpecError(field, model, rule, problem, "; download it again") from None
+
+
+def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns dtype, shape and data_offsets of all weights in the safetensors files of a folder."""
+    headers: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            headers |= json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    headers.pop("__metadata__", None)
+    return headers

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
+from pathlib import Path, PurePath
 
 from pipeline.config import SpecError, absolute, reading
 from pipeline.paths import is_uri
@@ -20,18 +22,22 @@ from pipeline.runtime.checkpoint import (
     check_pointers,
     check_safetensors,
     find_checkpoint,
-    find_pickles,
+    list_model,
+    same_commits,
 )
 
 MODEL_RULE = "a checkpoint with pickled weights or of OpenCLIP"
-#: Patterns of the files of a model on the hub.
-HUB_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.safetensors"]
-HUB_FILES += [f"*{name}" for name in PICKLES]
+#: Patterns of the files of a model on the hub besides its weights.
+HUB_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.md"]
+#: End of the name of a file of weights, or of one of their shards.
+SHARD = r"(-\d+-of-\d+)?\.safetensors$"
 PROGRAM = Path(__file__).with_name("unpickle.py")
 #: Processor time of a conversion: in total, and in bytes per second.
 SECONDS, BYTES_PER_SECOND = 120, 20_000_000
 #: Converts the OpenCLIP model in the last folder to a CLIP of transformers in the same folder.
 OpenClip = Callable[[str, Path], None]
+#: Weights in all formats that are read.
+WEIGHTS = ("*.safetensors", *(f"*{name}" for name in PICKLES))
 
 
 def convert(
@@ -61,28 +67,25 @@ def convert(
         problem = "is a URI" if is_uri(output) else "exists"
         raise SpecError("output", output, "the path of a new folder", problem)
     check_writable(output, "output")
-    source = find_checkpoint(model, revision, HUB_FILES, MODEL_RULE)
-    files = sorted(path for path in source.rglob("*") if _is_part(path, source))
-    for folder in sorted({path.parent for path in files} | {source}):
+    with same_commits():
+        source = _find(model, revision)
+    paths = sorted(path for path in source.rglob("*") if _is_part(path, source))
+    for folder in sorted({path.parent for path in paths} | {source}):
         check_pointers(model, folder)
-    pickles = [path for path in files if path in find_pickles(path.parent)]
-    new = [path for path in pickles if not _converted(path).exists()]
-    is_open_clip = (source / OPEN_CLIP_CONFIG).is_file() and not any(
-        path.name.startswith(("model", "pytorch_model")) for path in files if path.parent == source
-    )
-    if not new and not is_open_clip:
-        raise SpecError("model", model, MODEL_RULE, "has neither")
-    copied = [path for path in files if path not in pickles]
-    _check_space(output, target, sum(path.stat().st_size for path in (*new, *copied)))
+    copied, pickles, is_open_clip = _split(model, [str(p.relative_to(source)) for p in paths])
+    sizes = [(source / name).stat().st_size for name in (*copied, *pickles)]
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    _check_space(output, target, sum(sizes))
     try:
-        for path in (*copied, *new):
-            place = temporary / path.relative_to(source)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if path in copied:
-                shutil.copyfile(path, place)
-            else:
-                report(_convert_file(model, path, _converted(place)))
+        with reading("output", output, "on a disk with free space", problem="cannot be written"):
+            for name in (*copied, *pickles):
+                place = temporary / name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if name in copied:
+                    shutil.copyfile(source / name, place)
+                else:
+                    converted = place.with_name(_converted(place.name))
+                    report(_convert_file(model, source / name, converted))
         with reading("model", model, "a checkpoint with a valid index of shards", *LOAD_ERRORS):
             _rename_shards(temporary)
         if is_open_clip:
@@ -101,13 +104,45 @@ def _is_part(path: Path, source: Path) -> bool:
     return path.is_file() and not hidden
 
 
-def _converted(path: Path) -> Path:
+def _find(model: str, revision: str | None) -> Path:
+    """Returns the folder of a checkpoint. Weights on the hub are downloaded in one format."""
+    find_checkpoint(model, revision, HUB_FILES, MODEL_RULE)
+    files = [*HUB_FILES, *WEIGHTS]
+    if info := list_model(model, revision, MODEL_RULE):
+        names = [file.rfilename for file in info.siblings or ()]
+        copied, pickles, _ = _split(model, names)
+        files = [name for name in (*copied, *pickles) if any(fnmatch(name, f) for f in files)]
+    return find_checkpoint(model, revision, files, MODEL_RULE)
+
+
+def _split(model: str, names: Sequence[str]) -> tuple[list[str], list[str], bool]:
+    """Returns the files to copy and those to convert, and whether they are of OpenCLIP.
+
+    Weights that the checkpoint also has in another format are in neither.
+
+    >>> _split("", ["config.json", "pytorch_model.bin", "open_clip_model.safetensors"])
+    (['config.json'], ['pytorch_model.bin'], False)
+    """
+    is_open_clip = OPEN_CLIP_CONFIG in names and not any(
+        name.startswith(("model", "pytorch_model")) for name in names if "/" not in name
+    )
+    other = () if is_open_clip else ("open_clip_model", "open_clip_pytorch_model")
+    names = [name for name in names if not name.startswith(other)]
+    pickles = [name for name in names if any(PurePath(name).match(file) for file in PICKLES)]
+    stems = {re.sub(SHARD, "", name) for name in names if name.endswith(".safetensors")}
+    new = [name for name in pickles if re.sub(SHARD, "", _converted(name)) not in stems]
+    if not new and not is_open_clip:
+        raise SpecError("model", model, MODEL_RULE, "has neither")
+    return [name for name in names if name not in pickles], new, is_open_clip
+
+
+def _converted(name: str) -> str:
     """Returns the name of the safetensors file in place of a pickled one.
 
-    >>> [_converted(Path(name)).name for name in ("pytorch_model.bin", "adapter_model.bin")]
-    ['model.safetensors', 'adapter_model.safetensors']
+    >>> [_converted(name) for name in ("pytorch_model.bin", "1_Dense/adapter_model.bin")]
+    ['model.safetensors', '1_Dense/adapter_model.safetensors']
     """
-    return path.with_name(path.name.replace("pytorch_model", "model")).with_suffix(".safetensors")
+    return f"{name.replace('pytorch_model', 'model').removesuffix('.bin')}.safetensors"
 
 
 def _check_space(output: str, target: Path, size: int) -> None:
@@ -139,7 +174,7 @@ def _rename_shards(folder: Path) -> None:
     if not path.is_file():
         return
     index = json.loads(path.read_text("utf-8"))
-    shards = {name: _converted(Path(file)).name for name, file in index["weight_map"].items()}
+    shards = {name: _converted(file) for name, file in index["weight_map"].items()}
     text = json.dumps({**index, "weight_map": shards}, indent=2)
     path.with_name("model.safetensors.index.json").write_text(text, "utf-8")
     path.unlink()

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline.config import SpecError
@@ -83,6 +83,25 @@ def event(log: logging.Logger, name: str, level: int = logging.INFO, **fields: A
     """Logs an event, named in the past tense, if jobs log JSON lines. Text logs have sentences."""
     if is_json():
         log.log(level, name.replace("_", " "), extra={"event": name, **fields})
+
+
+@contextlib.contextmanager
+def warnings_to(say: Callable[[str], None]) -> Iterator[None]:
+    """Also passes the warnings of this package, such as unreadable files, to a function."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(record.getMessage())
+
+    handler = Handler(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("pipeline", "maxray")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 @contextlib.contextmanager

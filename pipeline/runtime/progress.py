@@ -106,6 +106,12 @@ class Board:
         return sums
 
 
+def ray_is_connected() -> bool:
+    """Returns True if this process is connected to a Ray cluster. Does not import Ray."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
 _board: Any = None  # the first handle, without which Ray ends the actor
 
 
@@ -139,7 +145,8 @@ class Meter:
         # Busy time by item of the unit in progress, by step that the unit has not passed.
         self._unfinished: dict[str, dict[str, float]] = {}
         self._changed, self._closed = threading.Event(), threading.Event()
-        threading.Thread(target=self._send_all, daemon=True, name="maxray-meter").start()
+        if ray_is_connected():
+            threading.Thread(target=self._send_all, daemon=True, name="maxray-meter").start()
 
     def add(self, step: str, items: int = 0, units: int = 0, seconds: float = 0.0) -> None:
         """Adds to the totals of a step. Without counts, reports that the process is ready.
@@ -186,6 +193,8 @@ class Meter:
         while not self._closed.wait(SEND_SECONDS):
             self._changed.wait(ALIVE_SECONDS)
             self._changed.clear()
+            if not ray.is_initialized():  # Ray was shut down; `get_actor` would start it again
+                continue
             totals = {step: tuple(values[:3]) for step, values in self.totals().items()}
             try:
                 board = board or ray.get_actor(BOARD)

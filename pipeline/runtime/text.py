@@ -1,4 +1,4 @@
-"""Formatting of numbers and tables as plain text, Markdown and CSV."""
+"""Formatting of numbers and tables as plain text, Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Table(list[Sequence[Any]]):
         hpool    8
         samer   16
         """
-        columns = list(zip(*self, strict=True))
+        columns = self._columns
         widths = [max(map(len, column)) for column in columns]
         is_number = [any(cell[:1].isdigit() for cell in column[1:]) for column in columns]
         lines = [
@@ -53,6 +53,42 @@ class Table(list[Sequence[Any]]):
         writer = csv.writer(text, lineterminator="\n")
         writer.writerows([[_without_formula(cell) for cell in row] for row in self])
         return text.getvalue()
+
+    def latex(self) -> str:
+        r"""Formats cells of LaTeX as a table, which needs the package booktabs.
+
+        >>> print(Table([["method", "K"], ["hpool", "8"]]).latex(), end="")
+        \begin{tabular}{lr}
+        \toprule
+        method & K \\
+        \midrule
+        hpool & 8 \\
+        \bottomrule
+        \end{tabular}
+        """
+        is_number = [any(cell[:1].isdigit() for cell in column[1:]) for column in self._columns]
+        alignment = "".join("r" if number else "l" for number in is_number)
+        header, *rows = (" & ".join(row) + r" \\" for row in self)
+        lines = [rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", header, r"\midrule"]
+        lines += [*rows, r"\bottomrule", r"\end{tabular}"]
+        return "".join(f"{line}\n" for line in lines)
+
+    @property
+    def _columns(self) -> list[tuple[Any, ...]]:
+        return list(zip(*self, strict=True))
+
+
+def tex(text: str) -> str:
+    r"""Escapes a text for LaTeX.
+
+    >>> print(tex("hpool_32 & <50 %"))
+    hpool\_32 \& $<$50 \%
+    """
+    names = {"\\": "textbackslash", "~": "textasciitilde", "^": "textasciicircum"}
+    escapes = {character: f"\\{character}" for character in "&%$#_{}"}
+    escapes |= {character: rf"\{name}{{}}" for character, name in names.items()}
+    escapes |= {"<": "$<$", ">": "$>$"}
+    return "".join(escapes.get(character, character) for character in text)
 
 
 def _without_formula(cell: Any) -> Any:

@@ -66,6 +66,7 @@ def job_span(kind: str, job: str, index: str) -> Iterator[None]:
     if not is_configured():
         yield
         return
+    require(EXPORTER)
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -112,8 +113,10 @@ def record_steps(name: str, steps: Mapping[str, tuple[float, float]], **attribut
 
 
 def _is_recording() -> bool:
-    from opentelemetry import trace
-
+    try:
+        from opentelemetry import trace
+    except ModuleNotFoundError:  # it comes with Ray Serve
+        return False
     return trace.get_current_span().is_recording()
 
 

@@ -75,6 +75,8 @@ def reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if text.startswith("has "):
         return text
+    if "while serializing" in text:
+        return f"cannot be written as safetensors ({text})"
     if found := re.search(r"(?:GLOBAL|global|class) (\w+(?:\.\w+)+)", text):
         return f"refers to {found[1]} (which was not executed)"
     if isinstance(error, MemoryError) or "memory" in text or "failed to map" in text:

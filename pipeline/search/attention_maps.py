@@ -24,7 +24,8 @@ from pipeline.encoders.images import open_query_image, png_file
 from pipeline.encoders.trained import TrainedCompressor, trained_encoder
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import WORD_BOXES, WORD_SPANS
-from pipeline.search.map_images import BLACK, COLOUR, Colour, fill_boxes, strengths
+from pipeline.search.explain import strengths
+from pipeline.search.map_images import BLACK, COLOUR, Colour, fill_boxes
 from pipeline.search.map_sheets import map_sheet
 from pipeline.taps import APPENDED_MATRIX, Tap, average_layers, single_layer_taps
 

@@ -27,7 +27,7 @@ from pipeline.encoders.loading import (
 )
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.index.listing import chunks
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.schema import DEFAULT_RERANK_DEPTH
 from pipeline.search.options import check_count
 from pipeline.search.previews import Previews
@@ -82,7 +82,13 @@ class BlipReranker(Reranker):
         self._features: dict[str, torch.Tensor] = {}  # of the items of one index
         self._index: str | None = None
 
-    def check(self, index: Index, queries: AnyQueries) -> Sequence[str | bytes]:
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters that score pairs, without the vision tower."""
+        parts = (self._model.text_encoder, self._model.itm_head)
+        return sum(parameter.numel() for part in parts for parameter in part.parameters())
+
+    def check(self, index: IndexReader, queries: AnyQueries) -> Sequence[str | bytes]:
         """Checks that the queries are texts or images."""
         return readable_queries(queries, self.folder)
 
@@ -117,7 +123,9 @@ class BlipReranker(Reranker):
             {i: JointScore(logit=next(scores)) for i in ids if i in known} for ids in candidates
         ]
 
-    def _image_features(self, index: Index, item_ids: Sequence[str]) -> dict[str, torch.Tensor]:
+    def _image_features(
+        self, index: IndexReader, item_ids: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
         """Returns the states of the vision tower (N, D) of the items with an image, by id."""
         if index.uri != self._index:
             self._features, self._index = {}, index.uri

@@ -35,7 +35,7 @@ import torch
 
 from pipeline.compression.codecs import Codec
 from pipeline.config import SpecError, absolute, digest, dump, within
-from pipeline.index.reader import Index, files_with
+from pipeline.index.reader import IndexReader, files_with
 from pipeline.paths import is_uri
 from pipeline.search.packed import FLOATS, PackedVectors, Segment, join_blocks, single_vectors
 from pipeline.search.packed_file import (
@@ -109,7 +109,7 @@ def _packed_files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 class Column:
     """A column of token vectors, single vectors or codes of a candidate generator."""
 
-    index: Index
+    index: IndexReader
     name: str
 
     @functools.cached_property
@@ -235,7 +235,7 @@ def _row_offsets(batch: pa.RecordBatch) -> np.ndarray:
 
 
 def packed_column(
-    index: Index,
+    index: IndexReader,
     name: str,
     fragments: Sequence[lance.LanceFragment],
     *,

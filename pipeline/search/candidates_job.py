@@ -16,24 +16,17 @@ from typing import Any
 import lance
 import numpy as np
 import pyarrow as pa
-import ray
-import torch
 from pydantic import Field, PositiveInt
 
 from pipeline.config import Spec, SpecError, Uri, dump, within
-from pipeline.index.add import (
-    AddedColumns,
-    FragmentActor,
-    Progress,
-    Work,
-    incomplete_fragments,
-)
+from pipeline.index.add import AddedColumns, Progress, Work, incomplete_fragments
 from pipeline.index.artefacts import save_artefact
+from pipeline.index.filling import FragmentActor
 from pipeline.index.info import CandidatesInfo
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.session import Session
 from pipeline.index.stage import Profile, Resources
-from pipeline.registry import CANDIDATES, GeneratorSpec
+from pipeline.registry import CANDIDATES, GeneratorSpec, short_name
 from pipeline.schema import with_metadata
 from pipeline.search.candidates import BM25
 from pipeline.search.candidates_sample import draw_sample
@@ -87,8 +80,8 @@ class FillCodes(FragmentActor):
 
     step = "encode"
 
-    def __init__(self, index: str, version: int, column: str, num_threads: int):
-        super().__init__(index, version, num_threads)
+    def __init__(self, index: str, version: int, column: str):
+        super().__init__(index, version)
         self.columns = (column,)
         self.info = self.index.candidates_columns[column]
         self.generator = self.index.generator(column)
@@ -139,8 +132,8 @@ class Candidates(AddedColumns):
 
     def prepare(self, session: Session, report: Callable[[str], None]) -> list[Work]:
         """Fits the generator and adds its column if necessary."""
-        index = Index(self.index)
-        source, generator = _source(index, self.spec), self.spec.generator.name
+        index = IndexReader(self.index)
+        source, generator = _source(index, self.spec), short_name(self.spec.generator.name)
         columns = _columns(index, source, generator)
         # An interrupted refit left its column beside the former one. It is resumed.
         is_resumed = len(columns) > 1
@@ -153,27 +146,26 @@ class Candidates(AddedColumns):
             start = time.perf_counter()
             self._fit(session, index, source, revision, report)
             report(f"fitted {generator} ({time.perf_counter() - start:.1f} s)")
-        info = Index(self.index).candidates_columns[self.column]
+        info = IndexReader(self.index).candidates_columns[self.column]
         missing = missing_fragments(session.writer.dataset, info)
         return [Work(missing, {"column": self.column})] if missing else []
 
     def _fit(
         self,
         session: Session,
-        index: Index,
+        index: IndexReader,
         source: str,
         revision: int,
         report: Callable[[str], None],
     ) -> None:
         spec, pool = self.spec, self.resources.fit
-        fit, num_items = _fit, min(spec.fit_items, len(index))
+        fit: Callable[..., dict[str, np.ndarray]] = _fit
+        num_items = min(spec.fit_items, len(index))
         if spec.generator.name == BM25:
             fit, num_items = _fit_texts, len(index)
         report(f"fitting {spec.generator.name} to {num_items:,} items")
-        task = fit.options(**pool.task_options)
-        call = task.remote(spec, source, list(self.queries), pool.num_threads)
         with session.monitor.phase(f"fit {spec.generator.name}"):
-            artefact = session.call(ray.get, call)
+            artefact = session.run(pool, fit, spec, source, list(self.queries))
         info = CandidatesInfo(
             name=self.column,
             generator=dump(spec.generator),
@@ -188,7 +180,7 @@ class Candidates(AddedColumns):
 
     def finish(self, session: Session, progress: Progress, report: Callable[[str], None]) -> None:
         """Reports remarks about the codes, and drops the column that they replace."""
-        for sentence in _remarks(Index(self.index), self.column):
+        for sentence in _remarks(IndexReader(self.index), self.column):
             report(sentence)
         if self.former:
             session.writer.drop_columns(self.former)
@@ -197,9 +189,9 @@ class Candidates(AddedColumns):
 
 def drop(spec: CandidatesJobSpec, *, job: str, report: Callable[[str], None] = log.info) -> None:
     """Drops all columns of a generator in a single commit."""
-    index = Index(spec.index)
+    index = IndexReader(spec.index)
     source = _source(index, spec)
-    columns = _columns(index, source, spec.generator.name)
+    columns = _columns(index, source, short_name(spec.generator.name))
     if not columns:
         problem = f"was not built for {source}"
         raise SpecError("generator", spec.generator.name, "a generator of the index", problem)
@@ -209,7 +201,7 @@ def drop(spec: CandidatesJobSpec, *, job: str, report: Callable[[str], None] = l
 
 
 def _check(spec: CandidatesJobSpec, *, refit: bool) -> None:
-    index = Index(spec.index)
+    index = IndexReader(spec.index)
     info = representation_info(index, spec.representation)
     if info.max_vectors is not None:
         rule = "the name of a column; its codes also serve its prefixes"
@@ -217,7 +209,7 @@ def _check(spec: CandidatesJobSpec, *, refit: bool) -> None:
     source = _source(index, spec)
     if spec.queries is not None and source != info.column:
         raise SpecError("queries", spec.queries, f"omitted for {spec.generator.name}")
-    columns = list(_columns(index, source, spec.generator.name).values())
+    columns = list(_columns(index, source, short_name(spec.generator.name)).values())
     is_resumed = len(columns) > 1  # an interrupted refit, which has its settings already
     if not columns or (refit and not is_resumed):
         return
@@ -237,7 +229,7 @@ def _check(spec: CandidatesJobSpec, *, refit: bool) -> None:
         raise SpecError("generator", dump(spec.generator), rule, problem)
 
 
-def _source(index: Index, spec: CandidatesJobSpec) -> str:
+def _source(index: IndexReader, spec: CandidatesJobSpec) -> str:
     info = representation_info(index, spec.representation)
     return getattr(info, CANDIDATES.load(spec.generator.name).source)
 
@@ -251,7 +243,7 @@ def missing_fragments(dataset: lance.LanceDataset, info: CandidatesInfo) -> list
     return sorted(without[info.name] - without[info.representation])
 
 
-def _columns(index: Index, representation: str, generator: str) -> dict[str, CandidatesInfo]:
+def _columns(index: IndexReader, representation: str, generator: str) -> dict[str, CandidatesInfo]:
     infos = index.candidates_columns.values()
     found = [
         info
@@ -261,7 +253,7 @@ def _columns(index: Index, representation: str, generator: str) -> dict[str, Can
     return {info.name: info for info in sorted(found, key=lambda info: info.revision)}
 
 
-def _remarks(index: Index, column: str) -> list[str]:
+def _remarks(index: IndexReader, column: str) -> list[str]:
     with index.corruption_errors():
         table = index.dataset.to_table(
             columns=[column], filter=f"`{column}` IS NOT NULL", limit=REMARK_ITEMS
@@ -269,13 +261,11 @@ def _remarks(index: Index, column: str) -> list[str]:
     return index.generator(column).remarks(table[column])
 
 
-@ray.remote
 def _fit(
-    spec: CandidatesJobSpec, representation: str, queries: list[AnyQuery], num_threads: int
+    spec: CandidatesJobSpec, representation: str, queries: list[AnyQuery]
 ) -> dict[str, np.ndarray]:
-    torch.set_num_threads(num_threads)
     sample = draw_sample(
-        Index(spec.index),
+        IndexReader(spec.index),
         representation,
         queries,
         num_items=spec.fit_items,
@@ -287,10 +277,9 @@ def _fit(
         return kind.fit(spec.generator, sample)
 
 
-@ray.remote
-def _fit_texts(spec: CandidatesJobSpec, column: str, *_: object) -> dict[str, np.ndarray]:
+def _fit_texts(spec: CandidatesJobSpec, column: str, queries: object) -> dict[str, np.ndarray]:
     kind: Any = CANDIDATES.load(spec.generator.name)
-    batches = Index(spec.index).batches([column])
+    batches = IndexReader(spec.index).batches([column])
     artefact = kind.fit(spec.generator, (batch[column].to_pylist() for batch in batches))
     if not artefact["totals"][0]:
         rule = f"used with an index whose items have a {column}"

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.search.generators import Sample
 from pipeline.search.query import AnyQuery, QueryEncoders
 
@@ -28,7 +28,7 @@ MIN_QUERY_TOKENS = 1024
 
 
 def draw_sample(
-    index: Index,
+    index: IndexReader,
     representation: str,
     queries: Sequence[AnyQuery],
     *,
@@ -74,7 +74,7 @@ def draw_sample(
 
 
 def _draw_items(
-    index: Index, info: RepresentationInfo, columns: list[str], rows: np.ndarray
+    index: IndexReader, info: RepresentationInfo, columns: list[str], rows: np.ndarray
 ) -> pa.Table:
     """Reads rows that have the representation until there are `MAX_VECTORS` vectors."""
     tables = [index.schema.empty_table().select(columns)]
@@ -103,7 +103,7 @@ def _passages(texts: Sequence[str | None], rng: np.random.Generator) -> list[str
 
 
 def _query_tokens(
-    index: Index, info: RepresentationInfo, queries: Sequence[AnyQuery], num_tokens: int
+    index: IndexReader, info: RepresentationInfo, queries: Sequence[AnyQuery], num_tokens: int
 ) -> Iterator[torch.Tensor]:
     encoders = QueryEncoders(index)
     num_encoded = 0

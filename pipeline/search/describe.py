@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.search.explain import (
     NO_SPAN,
     assigned_vectors,
@@ -27,7 +27,7 @@ from pipeline.search.pauses import pause
 from pipeline.search.query import Queries
 from pipeline.search.results import Hit, Location, Match, Passage, ScoreParts
 from pipeline.search.score import Ranking
-from pipeline.search.stored_items import token_vectors
+from pipeline.search.stored_items import token_representation, token_vectors
 
 #: Number of hits that are described between pauses.
 SLICE_HITS = 64
@@ -39,7 +39,7 @@ ItemVectors = Callable[[str, np.ndarray], list[torch.Tensor]]
 def describe(
     rankings: Sequence[Ranking],
     queries: Queries,
-    index: Index,
+    index: IndexReader,
     representation: str,
     item_vectors: ItemVectors | None,
 ) -> list[list[Hit]]:
@@ -52,6 +52,7 @@ def describe(
     info = index.representation(representation)
     rows = _stored_rows(rankings, index, info, explain=item_vectors is not None)
     hits: list[list[Hit]] = []
+    uncompressed = token_representation(index, info)
     num_described, num_tokens = 0, queries.num_tokens
     for query, ranking in enumerate(rankings):
         vectors = item_vectors(info.column, ranking.rows) if item_vectors else None
@@ -61,7 +62,7 @@ def describe(
                 pause()
             if vectors and i % SLICE_HITS == 0:
                 item_ids = ranking.item_ids[i : i + SLICE_HITS]
-                vectors_of_tokens = token_vectors(index, info, item_ids)
+                vectors_of_tokens = token_vectors(index, uncompressed, item_ids)
             num_described += 1
             row = rows[item_id]
             text = row.get(info.text_column)
@@ -74,7 +75,8 @@ def describe(
                 matches = tokens.matches(texts, sim_MN)
                 sim_MT = None
                 if item_id in vectors_of_tokens:
-                    sim_MT = queries.tokens[query].numpy() @ vectors_of_tokens[item_id].T
+                    tokens_TD = torch.from_numpy(vectors_of_tokens[item_id])
+                    sim_MT = (queries.tokens[query] @ tokens_TD.T).numpy()
                 passages = tokens.passages(texts, sim_MN, text, sim_MT)
             hit = Hit(
                 rank=i + 1,
@@ -97,7 +99,7 @@ def describe(
 
 
 def _stored_rows(
-    rankings: Sequence[Ranking], index: Index, info: RepresentationInfo, *, explain: bool
+    rankings: Sequence[Ranking], index: IndexReader, info: RepresentationInfo, *, explain: bool
 ) -> dict[str, dict[str, Any]]:
     columns = ["source", "modality", "title", info.text_column, "span"]
     if explain:

@@ -149,6 +149,21 @@ def contributions(sim_MN: np.ndarray) -> np.ndarray:
     return sim_MN.max(axis=1) - sim_MN.mean(axis=1)
 
 
+def strengths(values: np.ndarray) -> np.ndarray:
+    """Maps values to [0, 1] such that the median becomes 0 and the maximum becomes 1."""
+    low, high = value_range(values)
+    values = np.nan_to_num(values, nan=-np.inf)
+    if high <= low:
+        return (values == high).astype(float)
+    return np.clip((values - low) / (high - low), 0, 1) ** 2
+
+
+def value_range(values: np.ndarray) -> tuple[float, float]:
+    """Returns the values drawn with zero opacity (the median) and full opacity (the maximum)."""
+    finite = values[np.isfinite(values)]
+    return max(float(np.median(finite)), 0.0), float(finite.max())
+
+
 def find_passages(
     query_tokens: Sequence[str],
     sim_MN: np.ndarray,

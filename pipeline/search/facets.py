@@ -1,17 +1,19 @@
-"""Facets of the items of an index, sizes of its representations and example queries."""
+"""Facets and samples of the items of an index, sizes of its representations, example queries."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index, quote
+from pipeline.index.reader import IndexReader, quote
 
 #: Columns with facets.
 FACET_COLUMNS = ("modality", "source")
@@ -21,6 +23,12 @@ MAX_VALUES = 50
 SAMPLE_ITEMS = 64
 #: Number of example queries, their maximum length in characters, and their minimum number of words.
 NUM_EXAMPLES, MAX_EXAMPLE_CHARS, MIN_EXAMPLE_WORDS = 6, 90, 2
+#: Number of sample items, and of rows of each modality and source from which they are selected.
+NUM_SAMPLES, SAMPLE_ROWS = 24, 256
+#: Modalities of items that have an image.
+VISUAL = ("image", "page", "video")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,18 +68,32 @@ class ExampleQuery:
 
 
 @dataclass(frozen=True)
+class SampleItem:
+    """Item that shows what an index contains.
+
+    Attributes:
+        title: Title or caption of the item, else the beginning of its text or its id.
+    """
+
+    item_id: str
+    modality: str
+    title: str
+
+
+@dataclass(frozen=True)
 class IndexFacets:
-    """Facets of an index, sizes of its representations and example queries."""
+    """Facets and samples of an index, sizes of its representations and example queries."""
 
     facets: list[Facet]
     sizes: list[RepresentationSize]
     examples: list[ExampleQuery]
+    samples: list[SampleItem]
 
 
-def index_facets(index: Index) -> IndexFacets:
+def index_facets(index: IndexReader) -> IndexFacets:
     """Computes the facets of an index.
 
-    Sizes and examples are estimated from a sample of the items.
+    Sizes, examples and samples are those of some of the items.
     """
     groups: Counter[tuple[str, ...]] = Counter()
     for batch in index.batches(FACET_COLUMNS, batch_rows=1 << 16):
@@ -88,10 +110,11 @@ def index_facets(index: Index) -> IndexFacets:
         facets.append(Facet(column, ordered[:MAX_VALUES], len(ordered)))
     num_items = sum(groups.values())
     sizes = [_size(index, name, num_items) for name in index.representations()]
-    return IndexFacets(facets, [size for size in sizes if size], _examples(index, groups))
+    found = [size for size in sizes if size]
+    return IndexFacets(facets, found, _examples(index, groups), _samples(index, groups))
 
 
-def _size(index: Index, name: str, num_items: int) -> RepresentationSize | None:
+def _size(index: IndexReader, name: str, num_items: int) -> RepresentationSize | None:
     """Estimates the size from evenly spaced items, or the first with vectors if those have none."""
     info, codec = index.representation(name), index.codec(name)
     rows = np.unique(np.linspace(0, max(num_items - 1, 0), SAMPLE_ITEMS).astype(int)).tolist()
@@ -107,33 +130,68 @@ def _size(index: Index, name: str, num_items: int) -> RepresentationSize | None:
     return RepresentationSize(name, length, length * codec.token_bytes(info.dim))
 
 
-def _examples(index: Index, groups: Counter[tuple[str, ...]]) -> list[ExampleQuery]:
+def _examples(index: IndexReader, groups: Counter[tuple[str, ...]]) -> list[ExampleQuery]:
     """Returns short texts of as many modalities and sources as possible, with representations."""
     answering = _example_representations(index)
     by_group = []
     for values, _ in groups.most_common(NUM_EXAMPLES):
-        pairs = zip(FACET_COLUMNS, values, strict=True)
-        condition = " AND ".join(f"{column} = {quote(value)}" for column, value in pairs)
         found: list[ExampleQuery] = []
         for field, info in answering.items():
             with index.corruption_errors():
                 table = index.dataset.to_table(
                     [field, info.column],
-                    filter=f"{condition} AND {field} IS NOT NULL",
+                    filter=f"{_condition(values)} AND {field} IS NOT NULL",
                     limit=2 * NUM_EXAMPLES,
                 )
             rows = table.filter(table[info.column].is_valid())[field].to_pylist()
             texts = dict.fromkeys(filter(None, map(_example, rows)))
             found += [ExampleQuery(text, info.name) for text in texts]
         by_group.append(found)
-    longest = max(map(len, by_group), default=0)
     examples: dict[str, ExampleQuery] = {}
-    for example in (group[i] for i in range(longest) for group in by_group if i < len(group)):
+    for example in _interleaved(by_group):
         examples.setdefault(example.query, example)
     return list(examples.values())[:NUM_EXAMPLES]
 
 
-def _example_representations(index: Index) -> dict[str, RepresentationInfo]:
+def _samples(index: IndexReader, groups: Counter[tuple[str, ...]]) -> list[SampleItem]:
+    """Returns items of as many modalities and sources as possible, those with an image first."""
+    by_group = []
+    for values, _ in groups.most_common(NUM_SAMPLES):
+        with index.corruption_errors():
+            columns = ["item_id", "parent_id", "modality", "title", "text", "caption"]
+            table = index.dataset.to_table(columns, filter=_condition(values), limit=SAMPLE_ROWS)
+        # One item per parent, if there are enough: neighbouring pages look alike.
+        rows = table.to_pylist()
+        by_parent = list({row["parent_id"]: row for row in reversed(rows)}.values())[::-1]
+        rows = by_parent if len(by_parent) >= NUM_SAMPLES else rows
+        by_group.append(rows[:: max(1, len(rows) // NUM_SAMPLES)])
+    samples = [
+        SampleItem(row["item_id"], row["modality"], _title(row))
+        for row in list(_interleaved(by_group))[:NUM_SAMPLES]
+    ]
+    return sorted(samples, key=lambda sample: sample.modality not in VISUAL)
+
+
+def _title(row: dict[str, str]) -> str:
+    """Returns a short title of an item. Text of OCR or of speech recognition makes a poor one."""
+    text = row["text"] if row["modality"] == "text" else ""
+    title = row["title"] or row["caption"] or text or row["item_id"]
+    return " ".join(title.split())[:MAX_EXAMPLE_CHARS]
+
+
+def _condition(values: tuple[str, ...]) -> str:
+    """Returns the filter of the items of a group."""
+    pairs = zip(FACET_COLUMNS, values, strict=True)
+    return " AND ".join(f"{column} = {quote(value)}" for column, value in pairs)
+
+
+def _interleaved(groups: Sequence[Sequence[T]]) -> Iterator[T]:
+    """Yields the first element of each group, then the second ones, and so on."""
+    longest = max(map(len, groups), default=0)
+    return (group[i] for i in range(longest) for group in groups if i < len(group))
+
+
+def _example_representations(index: IndexReader) -> dict[str, RepresentationInfo]:
     """Returns the representations that answer captions and texts, the default one first.
 
     Without a representation of captions, a caption is a query of images if the encoder reads

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from pipeline.config import SpecError
-from pipeline.search.explain import printable
+from pipeline.search.explain import printable, strengths, value_range
 from pipeline.search.maps import SimilarityMap, similarity_map, visible_time
 from pipeline.search.previews import Previews
 from pipeline.search.results import Hit, Passage, Word
@@ -177,7 +177,7 @@ def add_header(
     font, large = ImageFont.load_default(size), ImageFont.load_default(size * 5 // 4)
     width, line, margin = max(image.width, 30 * size), size * 8 // 5, size // 2
     values = map.values(query_token)
-    low, high = (f"{value:.2f}" for value in _scale(values))
+    low, high = (f"{value:.2f}" for value in value_range(values))
     if query_token is None:
         meaning = "contribution to the score"
         frame = "best passages" if len(map.passages) > 1 else "best passage"
@@ -185,6 +185,10 @@ def add_header(
         meaning = f'similarity with the query token "{map.query_tokens[query_token]}"'
         frame = "best word"
     subtitle = f"{map.item_id} · {map.representation} · MaxSim score {map.score:.2f}"
+    if map.evidence != map.representation:
+        subtitle += f" · words compared by {map.evidence}"
+    elif map.is_shared:
+        subtitle += " · words that share a vector share its similarity"
     rows = [(text, large, BLACK) for text in _wrapped(f'"{query}"', large, width - 2 * margin)]
     rows += [(text, font, GREY) for text in _wrapped(subtitle, font, width - 2 * margin)]
     height = margin + len(rows) * line + 2 * line + margin
@@ -251,21 +255,6 @@ def _is_visible_with(location: Word | Passage, best: Word | Passage) -> bool:
     if location.times is None or time is None:
         return location.times == best.times
     return location.times[0] <= time <= location.times[1]
-
-
-def strengths(values: np.ndarray) -> np.ndarray:
-    """Maps values to [0, 1] such that the median becomes 0 and the maximum becomes 1."""
-    low, high = _scale(values)
-    values = np.nan_to_num(values, nan=-np.inf)
-    if high <= low:
-        return (values == high).astype(float)
-    return np.clip((values - low) / (high - low), 0, 1) ** 2
-
-
-def _scale(values: np.ndarray) -> tuple[float, float]:
-    """Returns the values drawn with zero opacity (the median) and full opacity (the maximum)."""
-    finite = values[np.isfinite(values)]
-    return max(float(np.median(finite)), 0.0), float(finite.max())
 
 
 def _tint(opacity: float) -> Colour:

@@ -39,7 +39,7 @@ def phrase_sheet(
     for item_id, phrase, boxes in phrases:
         image, cells = previews.image(item_id), []
         for title, searcher, representation in columns:
-            map = similarity_map(searcher, phrase, item_id, representation)
+            map = similarity_map(searcher, phrase, item_id, representation, by_token=False)
             values = np.array([word.similarities for word in map.words], float).mean(axis=1)
             best = map.words[int(np.nanargmax(values))]
             cells.append(

@@ -1,8 +1,10 @@
 """Similarity maps: similarities between a query and the words of an item.
 
-A map compares each query token with each input token of an item, through the vector of the input
-token or, in a compressed representation, the vector that it is assigned to. The map of a compressed
-item therefore shows which parts its vectors can distinguish.
+A map compares each query token with each input token of an item, by the vector of the input token.
+A merged vector is equally similar to all of its words, so the words of a representation that merges
+tokens are compared by their vectors in an uncompressed representation, if the index has one.
+Otherwise, and on request, they have the similarity of the vector that represents them: such a map
+shows which parts the vectors of the item can distinguish.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from pipeline.search.explain import (
     find_passages,
     token_location,
 )
+from pipeline.search.html import map_html
 from pipeline.search.query import AnyQuery, Queries
 from pipeline.search.results import Box, Map, Passage, Rounded, Word
 from pipeline.search.searcher import Searcher
-from pipeline.search.stored_items import read_stored_item, token_vectors
+from pipeline.search.stored_items import read_stored_item, token_representation, token_vectors
 
 
 class SimilarityMap(Map):
@@ -38,6 +41,19 @@ class SimilarityMap(Map):
     """Contribution of each query token, see `explain.contributions`."""
     passages: tuple[Passage, ...]
     """Best-matching passages, best first."""
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.query_tokens)} query tokens, {len(self.words)} words"
+        return f"SimilarityMap({self.item_id!r}, {self.representation!r}, {sizes})"
+
+    def _repr_html_(self) -> str:
+        return map_html(self)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if some words have the similarities of a vector that they share."""
+        num_words = Counter(word.vector for word in self.words if word.vector is not None)
+        return self.evidence == self.representation and max(num_words.values(), default=0) > 1
 
     def values(self, query_token: int | None = None) -> np.ndarray:
         """Returns the value of each word (W,).
@@ -85,6 +101,8 @@ def similarity_map(
     query: AnyQuery | Queries,
     item_id: str,
     representation: str | None = None,
+    *,
+    by_token: bool = True,
 ) -> SimilarityMap:
     """Computes the similarity map of an item for a query.
 
@@ -93,66 +111,85 @@ def similarity_map(
             `Searcher.queries`.
         representation: Name of the representation, or `NAME@K` for a prefix. Defaults to `full` if
             it exists, otherwise the first.
+        by_token: Whether to compare the words of merged vectors by their own vectors, if the index
+            has them. The score, `credit` and `contribution` are those of the representation.
 
     Raises:
         SpecError: The item does not exist, or the index lacks its token positions, its vectors or
             the assignment of its tokens to compressed vectors.
     """
     info = searcher.representation(representation)
-    name = info.name
     given = query if isinstance(query, Queries) else [query]
-    queries = searcher.queries(given, name)
+    queries = searcher.queries(given, info.name)
     item = read_stored_item(searcher.index, item_id, info)
     stored_ND = item.vectors(searcher.index)
     output_T = item.assigned_vectors(stored_ND)
     vectors_ND = torch.from_numpy(stored_ND[: info.max_vectors])
     sim_MN = (queries.tokens[0] @ vectors_ND.T).numpy()
-    sim_MT = np.where(output_T < 0, np.nan, sim_MN[:, output_T])
-    best_M = sim_MN.argmax(axis=1)
-    contribution_M = contributions(sim_MN)
-    credit_T, contribution_T = (
-        np.where(output_T < 0, 0.0, np.bincount(best_M, parts_M, len(vectors_ND))[output_T])
-        for parts_M in (sim_MN.max(axis=1), contribution_M)
-    )
+    evidence, evidence_MN, evidence_T = info.name, sim_MN, output_T
+    uncompressed = token_representation(searcher.index, info) if by_token else None
+    tokens_TD = token_vectors(searcher.index, uncompressed, [item_id]).get(item_id)
+    if uncompressed is not None and tokens_TD is not None and len(tokens_TD) == len(output_T):
+        evidence, evidence_T = uncompressed.name, np.arange(len(output_T))
+        evidence_MN = (queries.tokens[0] @ torch.from_numpy(tokens_TD).T).numpy()
     text = item.value(info.text_column)
     spans_T2, extents_T6, confidence_T = item.positions()
-    tokens = queries.token_texts[0]
-    positions = spans_T2, extents_T6, text, confidence_T
-    tokens_TD = token_vectors(searcher.index, info, [item_id]).get(item_id)
-    if tokens_TD is None or len(tokens_TD) != len(output_T):
-        passages = find_passages(tokens, sim_MN, output_T, *positions)
-    else:
-        exact_MT = queries.tokens[0].numpy() @ tokens_TD.T
-        passages = find_passages(tokens, exact_MT, np.arange(len(tokens_TD)), *positions)
-    words = _words(text or "", spans_T2, extents_T6, output_T, sim_MT, credit_T, contribution_T)
+    tokens, positions = queries.token_texts[0], (spans_T2, extents_T6, text)
+    passages = find_passages(tokens, evidence_MN, evidence_T, *positions, confidence_T)
+    contribution_M = contributions(sim_MN)
+    words = _words(
+        text or "",
+        spans_T2,
+        extents_T6,
+        output_T,
+        sim_MT=np.where(evidence_T < 0, np.nan, evidence_MN[:, evidence_T]),
+        credit_T=_shares(sim_MN, sim_MN.max(axis=1), output_T),
+        contribution_T=_shares(sim_MN, contribution_M, output_T),
+        highlight_T=_shares(evidence_MN, contributions(evidence_MN), evidence_T),
+    )
+    maximum, is_shared = float(contributions(evidence_MN).max()), evidence == info.name
     return SimilarityMap(
         query_tokens=tuple(tokens),
-        words=_highlighted(words, passages, float(contribution_M.max())),
+        words=_highlighted(words, passages, maximum, is_shared=is_shared),
+        evidence=evidence,
         item_id=item_id,
-        representation=name,
+        representation=info.name,
         score=float(sim_MN.max(axis=1).sum()),
         contributions=tuple(contribution_M.tolist()),
         passages=passages,
     )
 
 
+def _shares(sim_MN: np.ndarray, values_M: np.ndarray, output_T: np.ndarray) -> np.ndarray:
+    """Adds values of query tokens to their best vectors. Returns the sum of each input token (T,).
+
+    Input tokens without a vector have 0.
+    """
+    sum_N = np.bincount(sim_MN.argmax(axis=1), values_M, sim_MN.shape[1])
+    return np.where(output_T < 0, 0.0, sum_N[output_T])
+
+
 def _highlighted(
-    words: Sequence[Word], passages: Sequence[Passage], maximum: float
+    words: Sequence[Word], passages: Sequence[Passage], maximum: float, *, is_shared: bool
 ) -> tuple[Word, ...]:
     """Returns the words with their highlights.
 
-    The highlight of a word is its contribution to the score of the item or to the gain of a
-    passage, whichever is higher, at most the highest contribution of a query token: a name of many
-    tokens would otherwise dominate the map.
+    The highlight of a word is its contribution, which words of a vector share, or its contribution
+    to the gain of a passage, whichever is higher, at most the highest contribution of a query
+    token: a name of many tokens would otherwise dominate the map.
+
+    Args:
+        words: Words whose highlights are the contributions.
+        is_shared: Whether words are compared by the vectors that represent them.
     """
     highlights = [word for passage in passages for word in passage.highlights]
-    num_words = Counter(word.vector for word in words)
+    num_words = Counter(word.vector for word in words) if is_shared else Counter()
     return tuple(
         word.model_copy(
             update={
                 "highlight": min(
                     max(
-                        word.contribution / num_words[word.vector],
+                        word.highlight / max(num_words[word.vector], 1),
                         sum(h.contribution for h in highlights if _overlap(h.span, word.span)),
                     ),
                     maximum,
@@ -172,9 +209,11 @@ def _words(
     spans_T2: np.ndarray,
     extents_T6: np.ndarray,
     output_T: np.ndarray,
+    *,
     sim_MT: np.ndarray,
     credit_T: np.ndarray,
     contribution_T: np.ndarray,
+    highlight_T: np.ndarray,
 ) -> list[Word]:
     """Groups neighbouring tokens into words by location or, without locations, by adjacency."""
     has_location_T = ~np.isnan(extents_T6).all(axis=1)
@@ -203,7 +242,7 @@ def _words(
             times=location.times if location else None,
             similarities=tuple(None if np.isnan(s) else s for s in similarities.tolist()),
             credit=float(credit_T[start:stop].max()),
-            highlight=0.0,
+            highlight=float(highlight_T[start:stop].max()),
             contribution=float(contribution_T[start:stop].max()),
             vector=None if vector < 0 else vector,
         )

@@ -8,11 +8,15 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from pipeline.config import Spec, SpecError
 from pipeline.search.candidates import (
+    AUTO,
     BM25,
     CANDIDATES_PER_HIT,
     EXACT,
+    ITEMS_PER_DEFAULT_CANDIDATE,
     MIN_CANDIDATES,
     SINGLE,
+    STEP,
+    default_candidates,
     generator_columns,
     generator_steps,
     generators,
@@ -22,7 +26,7 @@ from pipeline.search.scores import Score
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.index.info import RepresentationInfo
-    from pipeline.index.reader import Index
+    from pipeline.index.reader import IndexReader
     from pipeline.search.query import Queries
 
 WEIGHTS_RULE = "two numbers (single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0"
@@ -137,15 +141,16 @@ class SearchOptions(Spec):
     """Ids of the items to search. Unknown ids are ignored. If null, all items are searched."""
     parents: Ids = None
     """Ids of the parents whose items are searched. If null, all items are searched."""
-    candidates: str = EXACT
+    candidates: str = AUTO
     """Candidate generator of the representation, or several joined by `+` or `:`, which find the
     items that are scored; `exact` scores all items. A search with candidates is faster and may miss
     hits. Items without a code of a generator are always scored, and all items if fewer than `k` are
-    found. A server may have another default for the representation."""
+    found. `auto` is `lemur` for the score `maxsim` on a CPU if it was built and the index has more
+    than about 2 million vectors, otherwise `exact`. A server may have another default."""
     num_candidates: int | None = Field(None, ge=1)
     """Number of candidates per query, shard and generator, at least `k`. A generator before `:`
-    finds 32 times as many. Default: 1,000, or 16 `k` if that is more, unless the settings of a
-    server name another."""
+    finds 32 times as many. Default: the largest of 1,000, 16 `k` and, without `:`, a fortieth of
+    the items, unless the settings of a server name another."""
     rerank: Rerank | None = None
     """Second stage. If null, hits are not reranked."""
     explain: Literal["matches", "map"] | None = None
@@ -160,21 +165,25 @@ class SearchOptions(Spec):
         self.require(is_default, "score", f"{FUSED} if fusion is set")
         is_enough = self.num_candidates is None or self.num_candidates >= self.k
         self.require(is_enough, "num_candidates", f"at least k = {self.k}")
-        is_exact = self.score != "single_vector" or self.candidates == EXACT
+        is_exact = self.score != "single_vector" or self.candidates in (AUTO, EXACT)
         self.require(is_exact, "candidates", f"{EXACT} for the score single_vector")
         return self
 
-    def resolve(self, index: Index, **changes: Any) -> SearchOptions:
-        """Returns the options with changes and with the default representation of an index."""
+    def resolve(self, index: IndexReader, device: str = "cpu", **changes: Any) -> SearchOptions:
+        """Returns the options with changes and with the defaults for an index and a device."""
         fields = {name: getattr(self, name) for name in SearchOptions.model_fields} | changes
         options = SearchOptions.model_construct(**fields)
         info = representation_info(index, options.representation)
-        if options.candidates != EXACT:
-            generator_columns(index, info, options.candidates)
+        candidates = options.candidates
+        if candidates == AUTO:
+            is_maxsim = options.score == "maxsim"
+            candidates = default_candidates(index, info, device) if is_maxsim else EXACT
+        elif candidates != EXACT:
+            generator_columns(index, info, candidates)
         if options.score == FUSED:
             _ = options.fusion.component_weights  # must be set
             _check_bm25(index, info)
-        return options.model_copy(update={"representation": info.name})
+        return options.model_copy(update={"representation": info.name, "candidates": candidates})
 
     @property
     def column(self) -> str:
@@ -182,12 +191,12 @@ class SearchOptions(Spec):
         assert self.representation is not None
         return self.representation
 
-    @property
-    def candidates_per_query(self) -> int:
-        """Number of candidates per query."""
+    def candidates_per_query(self, num_items: int) -> int:
+        """Returns the number of candidates per query in an index with this number of items."""
         if self.num_candidates is not None:
             return self.num_candidates
-        return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * self.k)
+        share = 0 if STEP in self.candidates else num_items // ITEMS_PER_DEFAULT_CANDIDATE
+        return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * self.k, share)
 
     def first_stage(self, rerank_depth: int = 0) -> SearchOptions:
         """Returns the options of the first stage, which finds the items to rerank.
@@ -231,7 +240,7 @@ class SearchOptions(Spec):
             raise SpecError("candidates", self.candidates, EXACT, problem)
 
 
-def representation_info(index: Index, name: str | None = None) -> RepresentationInfo:
+def representation_info(index: IndexReader, name: str | None = None) -> RepresentationInfo:
     """Returns the metadata of a searchable representation.
 
     Args:
@@ -250,7 +259,7 @@ def representation_info(index: Index, name: str | None = None) -> Representation
     return index.representation(name)
 
 
-def _check_bm25(index: Index, info: RepresentationInfo) -> None:
+def _check_bm25(index: IndexReader, info: RepresentationInfo) -> None:
     if BM25 not in generators(index, info):
         problem = f"needs {BM25}, which was not built for the texts of {info.name}"
         note = f"; build it with `maxray add candidates INDEX {BM25}`"

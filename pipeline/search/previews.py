@@ -18,7 +18,7 @@ from pipeline.data.base import NO_PREVIEW, Source, content_hash
 from pipeline.data.decode import Unreadable
 from pipeline.data.files import existing_root
 from pipeline.index import JOBS
-from pipeline.index.reader import Index, first_line, open_folder
+from pipeline.index.reader import IndexReader, first_line, open_folder
 from pipeline.registry import SOURCES
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class Previews:
 
     def __init__(
         self,
-        index: Index,
+        index: IndexReader,
         documents: Mapping[str, str] | None = None,
         *,
         only_indexed: bool = False,
@@ -99,7 +99,7 @@ class Previews:
         return self._read(item_id, lambda source, item: source.preview_audio(item))
 
     def media(self, item_id: str, range: ByteRange) -> MediaPart:
-        """Returns a part of the image, audio or video file of an item."""
+        """Returns a part of the document or the image, audio or video file of an item."""
         return self._read(item_id, lambda source, item: _read_part(source, item, range))
 
     def _read(self, item_id: str, read: Callable[[Source, dict[str, Any]], T]) -> T:
@@ -180,6 +180,7 @@ def _read_part(source: Source, item: dict[str, Any], range: ByteRange) -> MediaP
 
 #: Media types by the bytes at the beginning of a file and their position.
 SIGNATURES = (
+    (0, b"%PDF-", "application/pdf"),
     (0, b"\x89PNG", "image/png"),
     (0, b"\xff\xd8\xff", "image/jpeg"),
     (0, b"GIF8", "image/gif"),

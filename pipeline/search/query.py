@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, get_args
@@ -13,11 +12,12 @@ import torch
 from pipeline.compression import Compressor
 from pipeline.config import SpecError, digest
 from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.encoders.shared import Encoders, load_encoder, shared_encoders
 from pipeline.index.artefacts import load_artefact
 from pipeline.index.info import EncoderInfo, RepresentationInfo
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.registry import COMPRESSORS, ENCODERS
-from pipeline.schema import Composed, is_blank
+from pipeline.schema import SURROGATES, Composed, is_blank
 from pipeline.tokens import unit_vectors
 
 
@@ -144,8 +144,9 @@ AnyQueries = Sequence[AnyQuery] | EncodedQueries | Queries
 class QueryEncoders:
     """Encodes and transforms queries for an index. Models are loaded on first use."""
 
-    def __init__(self, index: Index):
+    def __init__(self, index: IndexReader, encoders: Encoders | None = None):
         self._index = index
+        self._shared = encoders
         self._encoders: dict[str, Encoder] = {}
         self._compressors: dict[str, Compressor] = {}
 
@@ -154,7 +155,8 @@ class QueryEncoders:
         info = self._index.representation(representation).encoder
         key = digest(info.spec)
         if key not in self._encoders:
-            self._encoders[key] = query_encoder(info)
+            with shared_encoders(self._shared):
+                self._encoders[key] = query_encoder(info)
         check_fingerprint(self._encoders[key], representation, info)
         return self._encoders[key]
 
@@ -204,7 +206,7 @@ def query_encoder(info: EncoderInfo) -> Encoder:
     spec = ENCODERS.resolve(info.spec)
     encoder_class: type[Encoder] = ENCODERS.load(info.name)
     encoder_class.check_queries(spec)
-    return ENCODERS.build(spec)
+    return load_encoder(spec)
 
 
 def check_fingerprint(encoder: Encoder, representation: str, info: EncoderInfo) -> None:
@@ -239,7 +241,7 @@ def check_texts(texts: Sequence[str]) -> None:
     for number, text in enumerate(texts):
         if is_blank(text):
             raise query_error(text, "a text with at least one word", number, len(texts))
-        if re.search("[\ud800-\udfff]", text):
+        if SURROGATES.search(text):
             raise query_error(text, "valid UTF-8 text", number, len(texts))
 
 

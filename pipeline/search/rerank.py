@@ -29,7 +29,7 @@ from pipeline.encoders.edje.model import (
 )
 from pipeline.encoders.images import open_query_image, png_file
 from pipeline.index.columns import RERANK_TOKENS
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.registry import ENCODERS
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from pipeline.search.options import check_count
@@ -48,7 +48,7 @@ NO_TEXT = "has no text"
 class QueryEncoderSource(Protocol):
     """Index whose items are reranked, and its query encoders, such as a `Searcher`."""
 
-    index: Index
+    index: IndexReader
 
     def encoder(self, representation: str) -> Encoder:
         """Returns the query encoder of a representation."""
@@ -87,13 +87,18 @@ class Reranker:
         self.joint = load_joint(self.folder, "rerank", **precision_fields(precision), **changes)
         self._vision: Encoder | None = None
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the joint encoder, which scores pairs."""
+        return sum(parameter.numel() for parameter in self.joint.parameters())
+
     def with_depth(self, rerank_depth: int, add_first_stage: bool) -> Reranker:
         """Returns a reranker with other options, which shares the loaded joint encoder."""
         other = copy.copy(self)
         other.rerank_depth, other.add_first_stage = rerank_depth, add_first_stage
         return other
 
-    def check(self, index: Index, queries: AnyQueries) -> Sequence[str | bytes]:
+    def check(self, index: IndexReader, queries: AnyQueries) -> Sequence[str | bytes]:
         """Checks that the joint encoder supports the queries and that the index has its tokens.
 
         Raises:
@@ -228,7 +233,7 @@ class Reranker:
 
 
 def check_stored(
-    metadata: Mapping[str, Any], folder: str, index: Index, field: str = "rerank"
+    metadata: Mapping[str, Any], folder: str, index: IndexReader, field: str = "rerank"
 ) -> None:
     """Checks that an index contains tokens from the adapter of an EDJE model."""
     columns = index.rerank_columns
@@ -271,7 +276,7 @@ def reorder(
     return reranked.take(order)
 
 
-def _stored(index: Index, candidates: Sequence[list[str]], columns: list[str]) -> pa.Table:
+def _stored(index: IndexReader, candidates: Sequence[list[str]], columns: list[str]) -> pa.Table:
     item_ids = sorted({item_id for item_ids in candidates for item_id in item_ids})
     stored = [name for name in columns if name in index.schema.names]
     if item_ids:

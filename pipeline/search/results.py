@@ -97,13 +97,14 @@ class Word(Response):
     times: tuple[Seconds, Seconds] | None
     """Start and end time in the parent, in seconds, or null if the item has no time axis."""
     similarities: tuple[Rounded | None, ...]
-    """Similarity to each query token, or null if no vector represents the word."""
+    """Similarity to each query token, by the vectors of `evidence`, or null if no vector represents
+    the word."""
     credit: Rounded
     """Share of the MaxSim score that the vectors of the word add, summed over the query tokens.
     Each of several words that share a vector has all of its credit."""
     highlight: Rounded
-    """Value of the word in a map of the whole query: its part of the contribution of its vector,
-    which all words of the vector share, or its contribution to a passage if that is higher."""
+    """Value of the word in a map of the whole query: its contribution by the vectors of `evidence`,
+    which all words of a vector share, or its contribution to a passage if that is higher."""
     contribution: Rounded
     """Like `credit`, for the score beyond its mean. It is small for stop words."""
     vector: int | None = None
@@ -117,6 +118,9 @@ class Map(Response):
     """Texts of the query tokens."""
     words: tuple[Word, ...]
     """Words in the order of the text, or image patches."""
+    evidence: str
+    """Name of the representation by whose vectors the words are compared: an uncompressed one for
+    words of merged vectors, if the index has one of the same tokens, else that of the search."""
 
 
 class ScoreParts(Response):

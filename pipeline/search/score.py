@@ -174,7 +174,8 @@ class Scorer:
         columns = generator_columns(self._index, info, options.candidates)
         members = generator_steps(options.candidates)
         codes = [self.codes(columns[steps[0]]) for steps in members]
-        num_candidates = min(len(members) * options.candidates_per_query, len(packed))
+        per_query = options.candidates_per_query(len(self._index))
+        num_candidates = min(len(members) * per_query, len(packed))
         share = num_candidates / max(len(packed), 1)
         return sum(opened.num_vectors for opened in codes) + int(share * packed.num_vectors)
 
@@ -255,9 +256,10 @@ class Scorer:
         """Checks whether all selected items are scored, not only the candidates of a generator."""
         if options.candidates == EXACT:
             return True
+        number = options.candidates_per_query(len(self._index))
         if rows is None:
-            return len(self._items) <= options.candidates_per_query
-        return len(rows) <= max(options.candidates_per_query, EXACT_ITEMS)
+            return len(self._items) <= number
+        return len(rows) <= max(number, EXACT_ITEMS)
 
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
@@ -356,7 +358,7 @@ class Scorer:
         """
         info = self._index.representation(options.column)
         columns = generator_columns(self._index, info, options.candidates)
-        num = options.candidates_per_query
+        num = options.candidates_per_query(len(self._index))
         found = [np.empty(0, np.int64)] * len(queries)
         for first, *steps in generator_steps(options.candidates):
             nums = [num * ITEMS_PER_CANDIDATE] * len(steps) + [num]

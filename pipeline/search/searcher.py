@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from pipeline.config import parse
-from pipeline.encoders import Encoder
+from pipeline.config import SpecError, parse
+from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.encoders.shared import Encoders
 from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.search.candidates import EXACT
 from pipeline.search.describe import describe
+from pipeline.search.html import Hits
 from pipeline.search.options import SearchOptions, representation_info
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import AnyQueries, AnyQuery, Queries, QueryEncoders
@@ -36,7 +38,7 @@ def open_index(
     Args:
         uri: Path or URI of the index.
         version: Lance version. Defaults to the newest.
-        shard: (i, n) to search only shard i of n. See `Index.fragments`.
+        shard: (i, n) to search only shard i of n. See `IndexReader.fragments`.
         cache: Whether to pack vectors into memory-mapped local files, see `pipeline.search.cache`.
             If False, vectors are read into memory.
         device: "cpu", or a CUDA device that holds the vectors and computes the scores.
@@ -45,14 +47,18 @@ def open_index(
         SpecError: The index is missing, corrupted or of another format, or the shard or device does
             not exist.
     """
-    return Searcher(Index(uri, version), shard=shard, cache=cache, device=device)
+    return Searcher(IndexReader(uri, version), shard=shard, cache=cache, device=device)
 
 
 class Searcher:
     """Search over a version of an index, or over one of its shards.
 
+    Args:
+        encoders: Loaded query encoders, which other parts of this process share.
+
     Attributes:
         index: Open version of the index.
+        device: Device that computes the scores.
         items: Items of the index, with selection by filters and ids.
         encoders: Query encoders of the representations.
         scorer: Scorer of the items.
@@ -60,15 +66,16 @@ class Searcher:
 
     def __init__(
         self,
-        index: Index,
+        index: IndexReader,
         *,
         shard: tuple[int, int] | None = None,
         cache: bool = True,
         device: str = "cpu",
+        encoders: Encoders | None = None,
     ):
-        self.index = index
+        self.index, self.device = index, device
         self.items = Items(index, shard)
-        self.encoders = QueryEncoders(index)
+        self.encoders = QueryEncoders(index, encoders)
         self.scorer = Scorer(self.items, cache=cache, device=device)
 
     def search(
@@ -82,7 +89,8 @@ class Searcher:
     ) -> list[Hit] | list[list[Hit]]:
         """Finds the k best items for a query. Ties are sorted by item id.
 
-        The search is exact unless `candidates` names a candidate generator.
+        The search is exact unless `candidates` names a candidate generator, or the index is large
+        and has `lemur`, see `SearchOptions`.
 
         Args:
             query: A text; an image, as the bytes of a PNG, JPEG or WebP file; a `Composed` query
@@ -105,14 +113,17 @@ class Searcher:
         options |= {"representation": representation, "explain": "matches" if explain else None}
         parsed = parse(SearchOptions, options)
         if isinstance(query, AnyQuery):
-            return self.search_with([query], parsed, rerank)[0]
-        return self.search_with(query, parsed, rerank)
+            return Hits(self.search_with([query], parsed, rerank)[0])
+        if not isinstance(query, Sequence | EncodedQueries | Queries):
+            rule = "a text, an image, vectors, or a list of these"
+            raise SpecError("query", type(query).__name__, rule)
+        return self.search_with(cast(AnyQueries, query), parsed, rerank)
 
     def search_with(
         self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None = None
     ) -> list[list[Hit]]:
         """Returns the hits of each query. See `search`."""
-        options = options.resolve(self.index)
+        options = options.resolve(self.index, self.device)
         encoded, rankings = self._rank(queries, options, reranker)
         explain = options.explain is not None
         return self.hits(rankings, encoded, options.column, explain=explain)
@@ -145,7 +156,7 @@ class Searcher:
         self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None = None
     ) -> list[Ranking]:
         """Returns the ranking of each query. See `rank`."""
-        return self._rank(queries, options.resolve(self.index), reranker)[1]
+        return self._rank(queries, options.resolve(self.index, self.device), reranker)[1]
 
     def hits(
         self,

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.index.filters import matching_ids
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.search.options import SearchOptions
 
 #: Columns of the ids in the options `ids` and `parents`.
@@ -26,7 +26,7 @@ class Items:
         shard: (i, n) for shard i of n, or None for all items.
     """
 
-    def __init__(self, index: Index, shard: tuple[int, int] | None = None):
+    def __init__(self, index: IndexReader, shard: tuple[int, int] | None = None):
         self.index = index
         self.fragments = index.fragments(shard)
         self._filtered: dict[str, np.ndarray] = {}

@@ -14,7 +14,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from pipeline.config import JobError, SpecError, absolute
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.search.candidates import EXACT
 from pipeline.search.options import SearchOptions, check_count
 from pipeline.search.query import Queries
@@ -60,7 +60,8 @@ class ShardedSearcher(Searcher):
         start_timeout_s: float = 300,
     ):
         check_count("num_shards", num_shards)
-        super().__init__(Index(uri, version), cache=cache)
+        super().__init__(IndexReader(uri, version), cache=cache)
+        self.device = device  # of the actors
         num_gpus = float(device != "cpu") if num_gpus is None else num_gpus
         shards = [(i, num_shards) for i in range(num_shards)]
         sizes = [sum(f.count_rows() for f in self.index.fragments(shard)) for shard in shards]
@@ -99,7 +100,7 @@ class ShardedSearcher(Searcher):
 
 class _Shard:
     def __init__(self, uri: str, version: int, shard: tuple[int, int], cache: bool, device: str):
-        self._scorer = Scorer(Items(Index(uri, version), shard), cache=cache, device=device)
+        self._scorer = Scorer(Items(IndexReader(uri, version), shard), cache=cache, device=device)
 
     def is_open(self) -> bool:
         return True

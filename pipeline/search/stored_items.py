@@ -16,7 +16,7 @@ import torch
 
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.search.explain import NO_SPAN, assigned_vectors, prefix_assignment
 from pipeline.search.query import Queries
 
@@ -42,7 +42,7 @@ class StoredItem:
         """Returns the value of a column, or None if it is missing or null."""
         return self.row[column][0].as_py() if column in self.row.column_names else None
 
-    def vectors(self, index: Index) -> np.ndarray:
+    def vectors(self, index: IndexReader) -> np.ndarray:
         """Returns all stored vectors of the column, (N, D) float32."""
         codec, info = index.codec(self.info.name), self.info
         return codec.decode(self.row[info.column], info.dim)[0].astype(np.float32)
@@ -82,7 +82,7 @@ class StoredItem:
         return self.num_tokens
 
 
-def read_stored_item(index: Index, item_id: str, info: RepresentationInfo) -> StoredItem:
+def read_stored_item(index: IndexReader, item_id: str, info: RepresentationInfo) -> StoredItem:
     """Reads the columns of an item that belong to a representation."""
     names = index.schema.names
     columns = [*info.positions.values(), info.assignment_column, info.column, info.text_column]
@@ -99,18 +99,17 @@ def read_stored_item(index: Index, item_id: str, info: RepresentationInfo) -> St
     return StoredItem(item.row, info, num_tokens)
 
 
-def token_vectors(
-    index: Index, info: RepresentationInfo, item_ids: Sequence[str]
-) -> dict[str, np.ndarray]:
-    """Returns the vectors (T, D) float32 of the input tokens of items, by item id.
+def token_representation(index: IndexReader, info: RepresentationInfo) -> RepresentationInfo | None:
+    """Returns the uncompressed representation of the same tokens, or None without one.
 
     A merged vector does not tell which of its words matches a query; the vectors of the words do.
 
     Args:
-        info: Representation. The result is empty unless its vectors represent several tokens, and
-            the index also has an uncompressed representation of the same tokens.
+        info: Representation. The result is None unless its vectors represent several tokens.
     """
-    tokens = next(
+    if info.assignment_form != "assignment":
+        return None
+    return next(
         (
             other
             for other in index.representations().values()
@@ -120,7 +119,17 @@ def token_vectors(
         ),
         None,
     )
-    if tokens is None or info.assignment_form != "assignment":
+
+
+def token_vectors(
+    index: IndexReader, tokens: RepresentationInfo | None, item_ids: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Returns the vectors (T, D) float32 of the input tokens of items, by item id.
+
+    Args:
+        tokens: Result of `token_representation`. The result is empty if it is None.
+    """
+    if tokens is None:
         return {}
     table = index.items(item_ids, [tokens.column])
     table = table.filter(table[tokens.column].is_valid()).combine_chunks()
@@ -132,7 +141,7 @@ def token_vectors(
 
 
 def stored_query(
-    index: Index,
+    index: IndexReader,
     item_id: str,
     representation: str,
     box: Sequence[float] | None = None,

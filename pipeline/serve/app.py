@@ -12,24 +12,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
 from ray import serve
 
 from pipeline.config import assign, parse
-from pipeline.serve.api import create_app
-from pipeline.serve.calls import Handle, Stages
 from pipeline.serve.deployments import bind_stage, create_stages, deployment
-from pipeline.serve.engine import Engine
-from pipeline.serve.evaluations import EvaluationStore, Evaluator, check_folder
-from pipeline.serve.gateway import Gateway
-from pipeline.serve.limiter import LimiterClient, RateLimiter
-from pipeline.serve.local import run_locally
-from pipeline.serve.metrics import Metrics
-from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.settings import Scale, ServeSpec
-from pipeline.serve.stages import limit_threads
+
+if TYPE_CHECKING:  # imported on use: the process that starts the server has no models
+    from fastapi import FastAPI
+
+    from pipeline.serve.calls import Handle, Stages
+    from pipeline.serve.gateway import Gateway
 
 
 class Ingress:
@@ -48,6 +43,11 @@ class Ingress:
         evaluator: Any = None,
         limiter: Handle | None = None,
     ):
+        from pipeline.serve.limiter import LimiterClient
+        from pipeline.serve.local import run_locally
+        from pipeline.serve.replica import bind_to_loopback
+        from pipeline.serve.stages import limit_threads
+
         bind_to_loopback()
         # The evaluator is never called. Binding it to the gateway makes Ray deploy it.
         self._settings, self._evaluator = settings, evaluator
@@ -60,9 +60,16 @@ class Ingress:
         self._gateway: Gateway | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # called by Ray Serve
+        from pipeline.serve.api import create_app
+
         return create_app(self._create_gateway)
 
     async def _create_gateway(self) -> Gateway:
+        from pipeline.serve.engine import Engine
+        from pipeline.serve.evaluations import EvaluationStore
+        from pipeline.serve.gateway import Gateway
+        from pipeline.serve.metrics import Metrics
+
         metrics = Metrics()
         engine = Engine(self._settings, self._stages, metrics.stage, metrics.event)
         await engine.indexes.start()
@@ -85,14 +92,17 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
     """
     if not isinstance(settings, ServeSpec):
         settings = _parse_settings(settings)
-    check_folder(settings.evaluations)
     drain_s = settings.timeouts.drain_s
     gateway = deployment(serve.ingress()(Ingress), "Gateway", settings.gateway, drain_s)
     evaluator = None
     if settings.evaluations.folder:
+        from pipeline.serve.evaluations import Evaluator
+
         evaluator = deployment(Evaluator, "Evaluator", Scale(), drain_s).bind(settings)
     limiter, num_gateways = None, settings.gateway.max_num_replicas
     if num_gateways > 1:
+        from pipeline.serve.limiter import RateLimiter
+
         scale = Scale(max_ongoing_requests=1_000, max_queued_requests=1_000)
         limiter = deployment(RateLimiter, "RateLimiter", scale, drain_s).bind(
             settings.limits.burst, num_gateways

@@ -1,4 +1,4 @@
-"""Routes for browsing an index: facets, and the media files of items."""
+"""Routes for browsing an index: facets, a map of the items, and their media files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ MEDIA_HEADERS = {
 }
 #: Media types of the files.
 MEDIA_CONTENT: dict[str, dict] = {
-    kind: {} for kind in ("video/*", "audio/*", "image/*", "application/octet-stream")
+    kind: {}
+    for kind in ("application/pdf", "video/*", "audio/*", "image/*", "application/octet-stream")
 }
 
 
@@ -40,7 +41,7 @@ async def facets(
     key: KeyDependency,
     gateway: GatewayDependency,
 ) -> wire.IndexFacets:
-    """Returns the values of filterable columns with their counts, sizes and example queries."""
+    """Returns the values of filterable columns, sizes, example queries and sample items."""
     served = gateway.served(key, name)
     request.state.log_fields = {"index": served.name}
     found = await gateway.engine.facets(served, key.name)
@@ -58,7 +59,32 @@ async def facets(
         ],
         sizes=[wire.RepresentationSize.model_validate(vars(size)) for size in found.sizes],
         examples=[wire.ExampleQuery.model_validate(vars(example)) for example in found.examples],
+        samples=[wire.SampleItem.model_validate(vars(sample)) for sample in found.samples],
     )
+
+
+@api.get(
+    "/indexes/{name}/map",
+    tags=["indexes"],
+    summary="Get a map of the items of an index",
+    response_class=Response,
+    responses={200: {"content": {"text/csv": {}}}},
+)
+async def item_map(
+    request: Request,
+    name: Annotated[str, Path(description="Name of the index.", max_length=256)],
+    key: KeyDependency,
+    gateway: GatewayDependency,
+) -> Response:
+    """Returns the positions of the items in a projection of their vectors onto a plane.
+
+    The columns are `item_id`, `title`, `source`, `modality`, and `x` and `y` in [-1, 1]. Items
+    without vectors are omitted, and of an index of more than 10,000 items it is a sample.
+    """
+    served = gateway.served(key, name)
+    request.state.log_fields = {"index": served.name}
+    text = await gateway.engine.item_map(served, key.name)
+    return Response(text, media_type="text/csv")
 
 
 @api.get(
@@ -79,7 +105,7 @@ async def media(
     gateway: GatewayDependency,
     index: IndexName = None,
 ) -> Response:
-    """Returns the original video, audio or image file of an item, or a range of its bytes.
+    """Returns the original file of an item (PDF, image, video or audio), or a range of its bytes.
 
     A response to a request with the header `Range` has at most 2 MiB, so it may end before the
     requested range does.

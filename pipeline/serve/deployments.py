@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ray import serve
 from ray.serve.config import GangSchedulingConfig, RequestRouterConfig
 
-from pipeline.serve.calls import Stages
-from pipeline.serve.library import Library
 from pipeline.serve.settings import Scale, ServeSpec
-from pipeline.serve.stages import GangRanker, JointRanker, QueryEncoder, Ranker
+
+if TYPE_CHECKING:  # imported on use, see app.py
+    from pipeline.serve.calls import Stages
 
 StageT = TypeVar("StageT", covariant=True)
 
@@ -39,6 +39,10 @@ class Place(Protocol[StageT]):
 
 def create_stages(settings: ServeSpec, place: Place[StageT]) -> Stages[StageT]:
     """Places all stages of a server."""
+    from pipeline.serve.calls import Stages
+    from pipeline.serve.library import Library
+    from pipeline.serve.stages import GangRanker, JointRanker, QueryEncoder, Ranker
+
     timeouts, searcher, reranker = settings.timeouts, settings.searcher, settings.reranker
     searchers, rerankers, edjes = {}, {}, {}
     for name, served in settings.indexes.items():
@@ -65,11 +69,19 @@ def bind_stage(
     stage: type, name: str, scale: Scale, *arguments: Any, drain_s: float, gang_size: int = 1
 ) -> Any:
     """Returns a stage as an application, which Ray replaces by a handle of its deployment."""
-    return deployment(stage, name, scale, drain_s, gang_size).bind(*arguments)
+    from pipeline.serve.stages import Ranker
+
+    router = ROUTER if issubclass(stage, Ranker) else None
+    return deployment(stage, name, scale, drain_s, gang_size, router).bind(*arguments)
 
 
 def deployment(
-    stage: type, name: str, scale: Scale, drain_s: float, gang_size: int = 1
+    stage: type,
+    name: str,
+    scale: Scale,
+    drain_s: float,
+    gang_size: int = 1,
+    router: RequestRouterConfig | None = None,
 ) -> serve.Deployment:
     """Returns the deployment of a stage, which has `drain_s` seconds to shut down a replica.
 
@@ -90,8 +102,8 @@ def deployment(
             policy = {"target_s": scale.target_queueing_delay_s}
             autoscaling["policy"] = {"policy_function": POLICY, "policy_kwargs": policy}
     options: dict[str, Any] = {}
-    if issubclass(stage, Ranker):
-        options["request_router_config"] = ROUTER
+    if router is not None:
+        options["request_router_config"] = router
     if gang_size > 1:
         options["gang_scheduling_config"] = GangSchedulingConfig(gang_size=gang_size)
     return serve.deployment(

@@ -279,7 +279,9 @@ class Engine:
     ) -> list[dict[str, float]]:
         unique = [tuple(dict.fromkeys(ids)) for ids in item_ids]
         options = [
-            SearchOptions(representation=representation, k=max(len(ids), 1), ids=ids)
+            SearchOptions(
+                representation=representation, k=max(len(ids), 1), ids=ids, candidates=EXACT
+            )
             for ids in unique
         ]
         rankings = await self.calls.call(
@@ -392,6 +394,12 @@ class Engine:
         caller = Caller(key, self.settings.timeouts.search_s)
         look_up = self._stages.library.facets
         return await self.calls.call("facets", caller, look_up, served.name, served.edition)
+
+    async def item_map(self, served: Served, key: str) -> str:
+        """Returns the positions of the items of an index as CSV."""
+        caller = Caller(key, self.settings.timeouts.search_s)
+        look_up = self._stages.library.item_map
+        return await self.calls.call("map", caller, look_up, served.name, served.edition)
 
     async def preview(
         self,

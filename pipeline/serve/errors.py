@@ -84,7 +84,9 @@ class ApiError(Exception):
 def error_response(request: Request, error: ApiError) -> JSONResponse:
     """Returns the response for a failed request."""
     body = error.response(request.scope.get("maxray_request_id"))
-    return JSONResponse(body.model_dump(), error.status, error.headers())
+    # Browsers would keep the status 410 for ever, also if the file comes back.
+    headers = {**error.headers(), "Cache-Control": "no-store"}
+    return JSONResponse(body.model_dump(), error.status, headers)
 
 
 def from_spec_error(error: SpecError) -> ApiError:

@@ -37,7 +37,6 @@ import yaml
 from pipeline.config import SpecError, absolute, digest, dump, parse
 from pipeline.eval.results import RESULTS, read_results
 from pipeline.eval.results import Evaluation as EvaluationResults
-from pipeline.paths import is_uri
 from pipeline.runtime.logs import FORMAT_VARIABLE
 from pipeline.schema import is_blank
 from pipeline.search.fusion import FUSED
@@ -48,7 +47,6 @@ from pipeline.serve.settings import (
     MAX_QUERY_CHARS,
     MAX_QUEUED_PER_KEY,
     NAME,
-    Evaluations,
     ServeSpec,
 )
 
@@ -76,7 +74,7 @@ class EvaluationStore:
 
     def __init__(self, settings: ServeSpec):
         self._settings, self._evaluations = settings, settings.evaluations
-        self._folder = _local_folder(self._evaluations)
+        self._folder = Path(absolute(self._evaluations.folder))
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def create(
@@ -344,7 +342,7 @@ class Evaluator:
 
     def __init__(self, settings: ServeSpec):
         bind_to_loopback()
-        self._folder = _local_folder(settings.evaluations)
+        self._folder = Path(absolute(settings.evaluations.folder))
         self._folder.mkdir(parents=True, exist_ok=True)
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evaluations", daemon=True)
@@ -429,19 +427,6 @@ def set_state(folder: Path, state: str, error: str | None = None) -> None:
     if error:
         content["error"] = error
     _write(folder / "state.json", content)
-
-
-def check_folder(settings: Evaluations) -> None:
-    """Raises `SpecError` if the folder in the settings is not a local path."""
-    if settings.folder:
-        _local_folder(settings)
-
-
-def _local_folder(settings: Evaluations) -> Path:
-    if is_uri(settings.folder):
-        rule = "a local folder that the gateway and the evaluator share"
-        raise SpecError("evaluations.folder", settings.folder, rule)
-    return Path(absolute(settings.folder))
 
 
 def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[str, int]]) -> None:

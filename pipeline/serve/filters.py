@@ -29,7 +29,7 @@ from pipeline.config import SpecError
 from pipeline.data.decode.process import PipedProcess
 from pipeline.data.decode.serve import send
 from pipeline.index.filters import matching_ids
-from pipeline.index.reader import Edition, Index, open_edition
+from pipeline.index.reader import Edition, IndexReader, open_edition
 from pipeline.serve.scheduler import Caller
 
 #: Maximum number of worker processes.
@@ -119,7 +119,7 @@ class _Process:
 
 
 @functools.lru_cache(maxsize=2)
-def _open_index(uri: str, edition: Edition) -> Index:
+def _open_index(uri: str, edition: Edition) -> IndexReader:
     return open_edition(uri, edition)
 
 

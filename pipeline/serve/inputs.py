@@ -15,6 +15,7 @@ from pipeline.data.decode.image import without_comments
 from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Composed
+from pipeline.search.candidates import AUTO
 from pipeline.search.fusion import FUSED
 from pipeline.search.options import Rerank, SearchOptions
 from pipeline.search.query import Queries, Unencoded, check_texts, query_error
@@ -51,10 +52,9 @@ def _candidates(
     request: wire.SearchFields, served: Served, info: RepresentationInfo
 ) -> tuple[str, int | None]:
     default = served.default_candidates(info, request.score)
-    is_given = "candidates" in request.model_fields_set
-    name = request.candidates if is_given or default is None else default.generator
+    name = default.generator if request.candidates == AUTO else request.candidates
     number = request.num_candidates
-    if number is None and default and default.generator == name and default.num_candidates:
+    if number is None and default.generator == name and default.num_candidates:
         number = max(default.num_candidates, request.k)
     return name, number
 

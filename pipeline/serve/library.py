@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import soundfile
-
 from pipeline.config import SpecError, parse
 from pipeline.index import delete, job_id
 from pipeline.index.delete import DeleteSpec
 from pipeline.index.reader import Edition, open_edition
 from pipeline.index.writer import LeaseHeld
+from pipeline.runtime.text import Table
 from pipeline.schema import ITEM
 from pipeline.search.facets import ExampleQuery, IndexFacets, index_facets
 from pipeline.search.options import representation_info
 from pipeline.search.previews import ByteRange, MediaPart, Previews, media_type, thumbnail
+from pipeline.search.projection import project_items
 from pipeline.search.query import Queries
 from pipeline.search.stored_items import stored_query
 from pipeline.serve.outcomes import logged, returns_errors
@@ -50,6 +50,10 @@ class Library:
         self._indexes = indexes
         self._facets = {
             name: Versions(functools.partial(_open_facets, served), unused_s)
+            for name, served in indexes.items()
+        }
+        self._maps = {
+            name: Versions(functools.partial(_open_map, served), unused_s)
             for name, served in indexes.items()
         }
         self._item_scheduler = FairScheduler(_run_calls, workers=LIBRARY_THREADS)
@@ -136,6 +140,8 @@ class Library:
             image = previews.image(item_id, seconds)
             image = image if width is None else thumbnail(image, width)
             return image, media_type(image)
+        import soundfile  # of the extra `media`
+
         samples, rate, _ = previews.audio(item_id)
         wave = io.BytesIO()
         soundfile.write(wave, samples, rate, format="WAV", subtype="PCM_16")
@@ -161,6 +167,14 @@ class Library:
             call = functools.partial(self._facets[index].get, edition)
             (facets,) = await self._item_scheduler.run(caller, None, [call])
             return facets
+
+    @returns_errors
+    async def item_map(self, index: str, edition: Edition, caller: Caller) -> str:
+        """Returns the positions of the items of an index as CSV, see `project_items`."""
+        with logged("map"):
+            call = functools.partial(self._maps[index].get, edition)
+            (text,) = await self._item_scheduler.run(caller, None, [call])
+            return text
 
     @returns_errors
     async def stored_query(
@@ -202,6 +216,11 @@ def _delete(spec: DeleteSpec, is_dry: bool) -> dict[str, int]:
 
 def _open_previews(served: ServedIndex, edition: Edition) -> Previews:
     return Previews(open_edition(served.uri, edition), served.documents, only_indexed=True)
+
+
+def _open_map(served: ServedIndex, edition: Edition) -> str:
+    table = project_items(open_edition(served.uri, edition))
+    return Table([table.column_names, *zip(*table.to_pydict().values(), strict=True)]).csv()
 
 
 def _open_facets(served: ServedIndex, edition: Edition) -> IndexFacets:

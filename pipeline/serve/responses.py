@@ -58,12 +58,13 @@ def _representation(served: Served, info: RepresentationInfo) -> wire.Representa
         encoder=info.encoder.name,
         field=info.field,
         compressor=info.compressor["name"],
+        num_vectors=info.num_vectors,
         codec=info.codec["name"],
         dim=info.dim,
         scores=[*scores, FUSED] if BM25 in candidates and served.spec.fusion.weights else scores,
         queries=[*info.encoder.query_kinds, "vectors", *stored],
         candidates=[EXACT, *candidates],
-        default_candidates=default.generator if default else EXACT,
+        default_candidates=default.generator,
     )
 
 

@@ -15,8 +15,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Edition, Index
-from pipeline.search.candidates import EXACT, generators
+from pipeline.index.reader import Edition, IndexReader
+from pipeline.search.candidates import EXACT, default_candidates, generators
 from pipeline.search.options import SearchOptions, representation_info
 from pipeline.search.scores import Score
 from pipeline.serve.calls import Handle, Stages
@@ -39,13 +39,13 @@ class Served:
 
     name: str
     spec: ServedIndex
-    index: Index
+    index: IndexReader
     edition: Edition
 
     @classmethod
     def newest(cls, name: str, spec: ServedIndex) -> Served:
         """Opens the newest version of an index."""
-        index = Index(spec.uri)
+        index = IndexReader(spec.uri)
         return cls(name, spec, index, index.edition)
 
     @property
@@ -66,13 +66,17 @@ class Served:
         except SpecError as error:
             raise from_spec_error(error) from None
 
-    def default_candidates(self, info: RepresentationInfo, score: Score) -> ServedCandidates | None:
-        """Returns the default candidate generator of a search, or None if all items are scored."""
+    def default_candidates(self, info: RepresentationInfo, score: Score) -> ServedCandidates:
+        """Returns the default candidate generator of a search."""
         candidates = self.spec.candidates.get(info.name) or self.spec.candidates.get(info.column)
+        exact = ServedCandidates(generator=EXACT)
+        if candidates is None and score == "maxsim":
+            name = default_candidates(self.index, info, self.spec.device)
+            return ServedCandidates(generator=name)
         if candidates is None or score == "single_vector":
-            return None
+            return exact
         is_built = candidates.generator in generators(self.index, info)
-        return candidates if is_built else None
+        return candidates if is_built else exact
 
     def preloaded(self) -> set[SearchVectors]:
         """Returns the vectors that are loaded before the first request."""
@@ -87,8 +91,7 @@ class Served:
     def default_options(self, representation: str) -> SearchOptions:
         """Returns the options of a search of a representation without other options."""
         candidates = self.default_candidates(self.representation(representation), "maxsim")
-        name = EXACT if candidates is None else candidates.generator
-        return SearchOptions(representation=representation, candidates=name)
+        return SearchOptions(representation=representation, candidates=candidates.generator)
 
 
 class ServedIndexes:

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from pipeline.config import Spec, Uri, within
+from pipeline.paths import is_uri
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import Precision
 from pipeline.search.fusion import DEFAULT_FUSION, FusionSpec
@@ -69,10 +70,11 @@ class ServedCandidates(Spec):
     """Default candidate generator of a representation."""
 
     generator: str
-    """Name of the generator, that `maxray add` built, or `single` for the single vectors."""
+    """Name of the generator, that `maxray add` built, `single` for the single vectors, or
+    `exact`."""
     num_candidates: PositiveInt | None = None
-    """Number of candidates per query and shard, or `k` of the request if that is more. Null: 500,
-    or 10 `k` if that is more."""
+    """Number of candidates per query and shard, or `k` of the request if that is more. Null: the
+    default of a search."""
 
 
 class ServedExample(Spec):
@@ -103,8 +105,8 @@ class ServedIndex(Spec):
     loaded. Other representations are loaded at the first request that uses them."""
     candidates: dict[str, ServedCandidates] = Field(default_factory=dict)
     """Candidate generators of requests that do not set `candidates`, by representation. They also
-    apply to prefixes of the representation. All items are scored for other representations, and
-    while the served version of the index lacks the generator."""
+    apply to prefixes of the representation. All items are scored while the served version of the
+    index lacks the generator. Other representations have the default of a search."""
     documents: dict[str, str] = Field(default_factory=dict)
     """Current location of the files of each collection that has been moved, by collection name."""
     fusion: FusionSpec = DEFAULT_FUSION
@@ -210,6 +212,12 @@ class Evaluations(Spec):
     max_finished: PositiveInt = 1_000
     """Maximum number of finished evaluations to keep. The oldest are removed."""
 
+    @model_validator(mode="after")
+    def _check_folder(self) -> Evaluations:
+        rule = "a local folder that the gateway and the evaluator share"
+        self.require(not is_uri(self.folder), "folder", rule)
+        return self
+
 
 class ServeSpec(Spec):
     """Settings of a server."""
@@ -240,17 +248,22 @@ class ServeSpec(Spec):
     library: Scale = Scale()
     """Deployment that reads items and creates previews."""
 
-    single_process: bool = False
+    single_process: bool | None = None
     """Runs all stages in the processes of the gateways instead of deployments of their own.
-    Requests are faster, but stages do not scale separately, and only `gateway` has settings."""
+    Requests are faster, but stages do not scale separately, and only `gateway` has settings. Null
+    means true for `maxray serve` on a local Ray cluster, unless other deployments have settings."""
+
+    @property
+    def scaled(self) -> list[str]:
+        """Settings that need a deployment per stage."""
+        names = ("encoder", "searcher", "reranker", "edje", "library")
+        scaled = [f"settings of {name}" for name in names if getattr(self, name) != Scale()]
+        return scaled + [f"indexes.{name}.gang" for name, i in self.indexes.items() if i.gang]
 
     @model_validator(mode="after")
     def _check_stages(self) -> ServeSpec:
-        names = ("encoder", "searcher", "reranker", "edje", "library")
-        scaled = [f"settings of {name}" for name in names if getattr(self, name) != Scale()]
-        scaled += [f"indexes.{name}.gang" for name, served in self.indexes.items() if served.gang]
-        is_valid = not (self.single_process and scaled)
-        self.require(is_valid, "single_process", f"false with {', '.join(scaled)}")
+        is_valid = not (self.single_process and self.scaled)
+        self.require(is_valid, "single_process", f"false with {', '.join(self.scaled)}")
         with within("gateway"):
             is_valid = self.gateway.target_queueing_delay_s is None
             rule = "null for the gateway, which has no queue"

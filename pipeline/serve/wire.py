@@ -382,6 +382,8 @@ class Representation(Response):
     model."""
     compressor: str | None
     """Name of the compressor, or null for the tokens of an EDJE model."""
+    num_vectors: int | None = None
+    """Maximum number of vectors per item, or null if it depends on the item."""
     codec: str | None
     """Name of the codec, or null for the tokens of an EDJE model."""
     dim: int | None
@@ -456,8 +458,19 @@ class ExampleQuery(Response):
     """Name of the representation that answers it."""
 
 
+class SampleItem(Response):
+    """Item that shows what an index contains."""
+
+    item_id: str
+    """Id of the item."""
+    modality: str
+    """Modality of the item, such as `text` or `image`."""
+    title: str
+    """Title or caption of the item, else the beginning of its text or its id."""
+
+
 class IndexFacets(Response):
-    """Facets of the items of an index, sizes of its representations, and example queries."""
+    """Facets and samples of an index, sizes of its representations, and example queries."""
 
     index: str
     """Name of the index."""
@@ -471,6 +484,8 @@ class IndexFacets(Response):
     """Sizes of the representations."""
     examples: list[ExampleQuery]
     """Example queries: those in the settings of the server, else short texts of some items."""
+    samples: list[SampleItem]
+    """Items of as many modalities and sources as possible."""
 
 
 class IndexList(Response):

@@ -30,11 +30,11 @@ from pipeline.train.learner import Embedded, Learner, concatenate
 from pipeline.train.spec import VALIDATION, TrainSpec
 
 
-def check(spec: TrainSpec) -> TrainingData:
+def check(spec: TrainSpec, data: TrainingData | None = None) -> TrainingData:
     """Checks a spec without loading weights and returns the data of the run."""
     with config.within("learner"):
         LEARNERS.load(spec.learner.name).check(spec.learner)
-    data = data_of(spec)
+    data = data or data_of(spec)
     spec.require(data.num_batches > 0, "batch_size", "at most the number of examples per epoch")
     rule = f"at most {data.num_batches}, the number of batches of {spec.batch_size} per epoch"
     is_valid = spec.gradient_accumulation_steps <= data.num_batches

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import posixpath
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.extras import MissingExtra
 from pipeline.index.stage import profile_note
-from pipeline.runtime import distributed
+from pipeline.runtime import distributed, logs
 from pipeline.train import loop
 from pipeline.train.spec import TrainSpec
 
@@ -238,27 +237,8 @@ def _train_worker(settings: dict[str, Any]) -> None:
         loop.train(runs, lambda line: None, report)
         return
     say(f"started {_count(distributed.num_workers(), 'worker')}")
-    with _warnings(say):
+    with logs.warnings_to(say):
         loop.train(runs, say, report)
-
-
-@contextlib.contextmanager
-def _warnings(say: Callable[[str], None]) -> Iterator[None]:
-    """Reports the warnings of this package, such as unreadable files, as progress lines."""
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            say(record.getMessage())
-
-    handler = Lines(logging.WARNING)
-    loggers = [logging.getLogger(name) for name in ("pipeline", "maxray")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
 
 
 def _known_cause(error: BaseException | None) -> Exception | None:

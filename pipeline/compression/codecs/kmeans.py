@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeline import extras
+
 #: Default maximum number of vectors per centroid that k-means uses, as in faiss.
 MAX_PER_CENTROID = 256
 
@@ -22,6 +24,7 @@ def kmeans(
     The lower 31 bits of `seed` are used. Centroids of `spherical` clusters have unit length. More
     than `max_per_centroid` vectors per centroid are sampled.
     """
+    extras.require("faiss")
     import faiss  # only needed for fitting
 
     fitted = faiss.Kmeans(

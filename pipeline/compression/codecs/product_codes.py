@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from pipeline import config
+from pipeline import config, extras
 from pipeline.compression.codecs import Codec, Parts
 from pipeline.compression.codecs.residual import nearest
 
@@ -69,6 +69,7 @@ class ProductCodes(Codec["ProductCodes.Spec"]):
     @functools.cached_property
     def _quantizer(self) -> Any:
         """Quantiser of faiss, which has 256 centroids. The distant ones are never selected."""
+        extras.require("faiss")
         import faiss
 
         centroids_PCS = self.fitted["centroids"]

@@ -22,10 +22,17 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
+from pipeline import extras
 from pipeline.config import Spec
 from pipeline.data.decode import Unreadable, join_surrogates
 from pipeline.data.decode.serve import send
 
+#: Packages of the decoding modules that need an extra.
+DECODERS = {
+    "audio": ("av", "soundfile", "soxr"),
+    "video": ("av", "decord", "soundfile", "soxr"),
+    "pdf": ("pypdfium2",),
+}
 #: Reasons that may be temporary. The next run retries items that were rejected for one of them.
 RETRYABLE = ("timed out", "out of memory", "unreadable")
 
@@ -252,8 +259,14 @@ def keep_memory() -> None:
         pa.set_memory_pool(pa.system_memory_pool())
 
 
+def check_decoder(module: str) -> None:
+    """Raises `MissingExtra` if a package that a decoding module needs is not installed."""
+    extras.require(*DECODERS.get(module, ()))
+
+
 def decoding_process(module: str, limits: Limits) -> DecodingProcess:
     """Returns the decoding process of the current thread for a module and limits."""
+    check_decoder(module)  # the process would fail with a less helpful error
     processes = _processes.__dict__.setdefault("by_module", {})
     if (module, limits) not in processes:
         processes[module, limits] = DecodingProcess(module, limits)

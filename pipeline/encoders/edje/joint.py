@@ -25,14 +25,16 @@ from pipeline.config import SpecError
 from pipeline.encoders import batches_by_size
 from pipeline.encoders.edje.cuda_layers import CudaLayers
 from pipeline.encoders.loading import (
+    BUNDLED,
+    TOKENIZER_FILES,
     CheckpointFields,
+    ModelName,
     check_checkpoint,
     check_tokenizer,
     load_model,
     load_processor,
     require_one_of,
 )
-from pipeline.encoders.minilm import BUNDLED, bundled_folder
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.tokens import pad
 
@@ -40,7 +42,6 @@ from pipeline.tokens import pad
 MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
 #: Prefixes of the weights of masked-language heads.
 LANGUAGE_HEADS = ("cls.", "lm_head.", "generator_")
-TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 #: Maximum number of padded tokens per forward pass of `scores` on a CPU, so that activations fit in
 #: the caches. At 5,120 tokens int8 is a quarter slower, and float32 and bfloat16 are hardly faster.
 CPU_BATCH_TOKENS = 2048
@@ -98,7 +99,7 @@ class JointEncoder(torch.nn.Module):
         On a CPU, `scores` limits `max_batch_tokens` to `CPU_BATCH_TOKENS`.
         """
 
-        model: str = BUNDLED
+        model: ModelName = BUNDLED
         """`bundled` (all-MiniLM-L6-v2), a hub name, or a folder written by `save_pretrained`. The
         checkpoint may lack a masked-language head."""
         dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -129,10 +130,10 @@ class JointEncoder(torch.nn.Module):
     def __init__(self, spec: Spec, text_dim: int, may_lack: tuple[str, ...] = LANGUAGE_HEADS):
         super().__init__()
         self.check(spec)
-        self.spec, resolved = spec, _resolve_model(spec)
+        self.spec = spec
         self.tokenizer = _tokenizer(spec)
         with _quiet():  # transformers warns about newly initialised heads
-            self.language = load_model(resolved, AutoModelForMaskedLM, optional_weights=may_lack)
+            self.language = load_model(spec, AutoModelForMaskedLM, optional_weights=may_lack)
         self.language.requires_grad_(True)
         settings, words = self.language.config, self.language.get_input_embeddings()
         assert isinstance(words, torch.nn.Embedding)
@@ -163,9 +164,8 @@ class JointEncoder(torch.nn.Module):
     @classmethod
     def check(cls, spec: Spec) -> None:
         """Raises `SpecError` if the checkpoint is missing or has an unsupported type."""
-        resolved = _resolve_model(spec)
-        check_checkpoint(resolved, *MODEL_TYPES)
-        require_one_of(resolved, TOKENIZER_FILES)
+        check_checkpoint(spec, *MODEL_TYPES)
+        require_one_of(spec, TOKENIZER_FILES)
         _tokenizer(spec)
 
     @property
@@ -576,15 +576,8 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _resolve_model(spec: JointEncoder.Spec) -> JointEncoder.Spec:
-    """Replaces the name of the bundled model by the path of its folder."""
-    if spec.model != BUNDLED:
-        return spec
-    return spec.model_copy(update={"model": str(bundled_folder())})
-
-
 def _tokenizer(spec: JointEncoder.Spec) -> Any:
-    tokenizer = load_processor(_resolve_model(spec), AutoTokenizer)
+    tokenizer = load_processor(spec, AutoTokenizer)
     check_tokenizer(spec.model, tokenizer, "cls_token", "mask_token")
     tokenizer.truncation_side = "right"
     return tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -26,7 +25,13 @@ from pipeline.encoders.loading import (
     load_json,
     load_model_config,
 )
-from pipeline.runtime.checkpoint import find_checkpoint, reading_hub
+from pipeline.runtime.checkpoint import (
+    check_safetensors,
+    find_checkpoint,
+    list_model,
+    read_headers,
+    reading_hub,
+)
 
 #: Files that tell libraries apart, besides those that affect vectors.
 MARKERS = (
@@ -112,7 +117,8 @@ def identify(model: str, revision: str | None = None, adapter: str | None = None
         declared = load_json(adapters[0] / ADAPTER_SETTINGS, model)
         base, base_revision = model, revision
         if folder != model_folder:
-            base, base_revision = declared["base_model_name_or_path"], declared.get("revision")
+            base = declared["base_model_name_or_path"]
+            base_revision = None if Path(base).is_dir() else declared.get("revision")
     files = [read_files(model, revision)]
     if base and base != model:
         files.append(read_files(base, base_revision))
@@ -139,6 +145,7 @@ def _family(
     name = projection_names(shapes).get("weight")
     if late and (name or (not shapes and _has_class(model, folder, settings, "Col"))):
         projected = shapes[name][0] if name else 128
+        projected = min(projected, getattr(settings, "dims", None) or projected)
         return "colpali", late.title, late.library, projected
     modules = load_json(folder / "modules.json", model) or []
     is_late = any("pylate" in module.get("type", "") for module in modules)
@@ -174,16 +181,18 @@ def read_files(model: str, revision: str | None) -> Files:
 
     Offline, headers are those of the cache.
     """
+    if Path(model).is_dir():
+        check_safetensors(model, Path(model))
     patterns = [*SETTINGS, ADAPTER_SETTINGS]
-    if Path(model).is_dir() or huggingface_hub.is_offline_mode():
+    if (info := list_model(model, revision, MODEL_RULE)) is None:
         return _local_files(find_checkpoint(model, revision, patterns, MODEL_RULE))
-    hub = huggingface_hub.HfApi()
+    names = [sibling.rfilename for sibling in info.siblings or ()]
     try:
         with reading_hub(model, revision, MODEL_RULE):
-            info = hub.model_info(model, revision=revision)
-            names = [sibling.rfilename for sibling in info.siblings or ()]
             headers = [
-                hub.parse_safetensors_file_metadata(model, name, revision=revision)
+                huggingface_hub.HfApi().parse_safetensors_file_metadata(
+                    model, name, revision=info.sha
+                )
                 for name in names
                 if name.endswith(".safetensors") and "/" not in name
             ]
@@ -200,17 +209,14 @@ def read_files(model: str, revision: str | None) -> Files:
 
 
 def _local_files(folder: Path) -> Files:
+    headers = read_headers(folder)
+    shapes = {name: tuple(tensor["shape"]) for name, tensor in headers.items()}
     counts: Counter[str] = Counter()
-    shapes, size = {}, 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.pop("__metadata__", None)
-        for name, tensor in header.items():
-            shapes[name] = tuple(tensor["shape"])
-            counts[tensor["dtype"]] += math.prod(tensor["shape"])
-            size += tensor["data_offsets"][1] - tensor["data_offsets"][0]
+    for name, tensor in headers.items():
+        counts[tensor["dtype"]] += math.prod(shapes[name])
+    offsets = [tensor["data_offsets"] for tensor in headers.values()]
     card = folder / "README.md"
     fields = huggingface_hub.ModelCard.load(card).data.to_dict() if card.is_file() else {}
     names = [path.name for path in folder.iterdir()]
+    size = sum(last - first for first, last in offsets)
     return Files(names, shapes, counts, size, fields.get("license"))

@@ -27,6 +27,7 @@ from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.eval.planning.identify import Identity, identify
 from pipeline.index.spec import IndexSpec
 from pipeline.registry import CODECS, ENCODERS
+from pipeline.runtime.checkpoint import same_commits
 
 #: Sources of the printed specs, over the shipped collections, by the input that they provide.
 SOURCES: dict[str, list[dict[str, Any]]] = {
@@ -90,6 +91,7 @@ def published_models() -> dict[str, PublishedModel]:
     }
 
 
+@same_commits()
 def plan_model(model: str, overrides: Sequence[str] = ()) -> ModelPlan:
     """Describes a checkpoint and returns the spec that loads it.
 

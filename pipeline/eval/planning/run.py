@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import ray
 import torch
 
 from pipeline.compression import Budget
@@ -16,6 +15,7 @@ from pipeline.eval.planning.spec import Assumptions, Prices
 from pipeline.eval.planning.trial import Listed, Trial, list_items, run_trial
 from pipeline.index.checks import check, check_resources
 from pipeline.index.columns import Representation, all_representations, represented_fields
+from pipeline.index.in_process import current
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import needs_preparing
 from pipeline.paths import locate
@@ -106,7 +106,7 @@ def make_plan(
     num_cpus: float | None = assumptions.num_cpus
     if is_complete(assumptions, pools):
         return _plan(spec, assumptions, pools, times, num_cpus)
-    check(spec)
+    spec = check(spec)
     report("listing the source")
     listed = list_items(spec, resources, limit, sample_size)
     num_rejects = len(listed.rejects)
@@ -125,7 +125,7 @@ def make_plan(
         listing = listed.seconds / max(1, listed.num_items + num_rejects)  # the job lists it again
         times["read"] = StageTime(seconds + listing, (cores or 0.0) + listing)
     if num_cpus is None:
-        num_cpus = ray.cluster_resources().get("CPU")
+        num_cpus = current().num_cpus
     return _plan(spec, assumptions, pools, times, num_cpus, trial, listed)
 
 
@@ -156,7 +156,7 @@ def _plan(
             listed.seconds,
             listed.loading_seconds,
             sum(num_actors(pools, num_items, spec.unit_items)),
-            ray.cluster_resources().get("CPU", 1),
+            current().num_cpus,
         )
     source_bytes, payload_bytes = assumptions.source_bytes, assumptions.payload_bytes
     if trial is not None:

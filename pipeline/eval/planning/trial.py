@@ -13,7 +13,6 @@ from typing import Any
 
 import lance
 import pyarrow as pa
-import ray
 
 from pipeline.config import JobError, dump_yaml
 from pipeline.eval.planning.estimate import StageTime
@@ -22,6 +21,7 @@ from pipeline.index.checks import check
 from pipeline.index.columns import all_representations, representation_fields
 from pipeline.index.fitting import needs_fit, trained_state
 from pipeline.index.fragments import write_table
+from pipeline.index.in_process import current
 from pipeline.index.info import EncoderInfo
 from pipeline.index.rerank_tokens import rerank_field
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -80,21 +80,15 @@ def list_items(spec: IndexSpec, resources: IndexResources, limit: int | None, si
 
     Nothing is decoded.
     """
-    start = time.perf_counter()
-    describe = tasks.describe_encoder.options(**resources.encode.task_options)
-    choose = _choose.options(**resources.read.task_options)
-    described, chosen = describe.remote(spec.encoder), choose.remote(spec, limit, size)
-    finished: dict[ray.ObjectRef[Any], float] = {}
-    pending = [described, chosen]
-    while pending:
-        (done,), pending = ray.wait(pending)
-        finished[done] = time.perf_counter() - start
-    sample, num_items, rejects, seconds = ray.get(chosen)
-    encoder_info = ray.get(described)
-    return Listed(num_items, rejects, seconds, sample, encoder_info, finished[described])
+    start, executor = time.perf_counter(), current()
+    described = executor.submit(resources.encode, tasks.describe_encoder, spec.encoder)
+    chosen = executor.submit(resources.read, _choose, spec, limit, size)
+    encoder_info = described.result()
+    loading_seconds = time.perf_counter() - start
+    sample, num_items, rejects, seconds = chosen.result()
+    return Listed(num_items, rejects, seconds, sample, encoder_info, loading_seconds)
 
 
-@ray.remote
 def _choose(
     spec: IndexSpec, limit: int | None, size: int
 ) -> tuple[list[unit_reader.Chosen], int, list[Reject], float]:
@@ -107,12 +101,8 @@ def run_trial(
     spec: IndexSpec, resources: IndexResources, listed: Listed, max_seconds: float = 60.0
 ) -> Trial:
     """Processes a sample like an encoding actor, for about `max_seconds`. Nothing is kept."""
-    task = _run_trial.options(**resources.encode.task_options)
-    threads = resources.encode.num_threads
-    placement = dict(resources.placement)
-    return ray.get(
-        task.remote(spec, listed.sample, listed.encoder_info, threads, placement, max_seconds)
-    )
+    arguments = spec, listed.sample, listed.encoder_info, dict(resources.placement), max_seconds
+    return current().submit(resources.encode, _run_trial, *arguments).result()
 
 
 class _Clock:
@@ -156,18 +146,13 @@ class _CountingCompressor(Compress):
         return super().columns(batch, item_field)
 
 
-@ray.remote
 def _run_trial(
     spec: IndexSpec,
     sample: list[unit_reader.Chosen],
     encoder_info: EncoderInfo,
-    num_threads: int,
     placement: dict[str, Any],
     max_seconds: float,
 ) -> Trial:
-    import torch
-
-    torch.set_num_threads(num_threads)
     stages = _Stages(spec, encoder_info, placement)
     stages.warm_up(sample)
     stages.run(sample, max_seconds)
@@ -275,7 +260,7 @@ def dry_run(
     spec: IndexSpec, resources: IndexResources, limit: int | None, report: Callable[[str], None]
 ) -> None:
     """Estimates the time and size of an index job from a few items. Nothing is written."""
-    check(spec)
+    spec = check(spec)
     report(dump_yaml(spec).rstrip())
     listed = list_items(spec, resources, limit, NUM_TRIED)
     num_rejects = len(listed.rejects)

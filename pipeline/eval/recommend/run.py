@@ -27,7 +27,7 @@ from pipeline.index.columns import (
     required_taps,
 )
 from pipeline.index.info import EncoderInfo
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.recompress import check_taps, stored_encoder
 from pipeline.registry import BENCHMARKS, CODECS, COMPRESSORS
 from pipeline.search.searcher import Searcher, open_index
@@ -122,7 +122,7 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
 
 
 def _stored_name(
-    index: Index, representation: Representation, encoder_info: EncoderInfo
+    index: IndexReader, representation: Representation, encoder_info: EncoderInfo
 ) -> str | None:
     for name, stored in index.representations().items():
         is_equal = changed_setting(representation, encoder_info, stored) is None
@@ -190,7 +190,7 @@ class Candidates(NamedTuple):
 
 
 def list_candidates(
-    spec: RecommendSpec, index: Index, encoder_info: EncoderInfo, field: str
+    spec: RecommendSpec, index: IndexReader, encoder_info: EncoderInfo, field: str
 ) -> Candidates:
     """Combines the methods, budgets and codecs of a spec."""
     left_out = {}
@@ -243,7 +243,9 @@ def _compressors(method: str, budgets: Sequence[int]) -> list[ComponentSpec]:
         raise _LeftOut(f"needs further settings ({error})") from None
 
 
-def _problem(representation: Representation, index: Index, encoder_info: EncoderInfo) -> str | None:
+def _problem(
+    representation: Representation, index: IndexReader, encoder_info: EncoderInfo
+) -> str | None:
     """Returns the reason why a representation cannot be computed from the index, or None."""
     if needs_appended_vectors([representation]):
         return "needs the vectors of appended tokens, which are not stored"

@@ -15,7 +15,7 @@ from pipeline.config import SpecError
 from pipeline.index.filters import matching_ids
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.positions import decode_positions
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.recompress import with_vectors
 from pipeline.index.token_columns import TAP, token_batches
 from pipeline.taps import Tap
@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
 
 def draw_sample(
-    index: Index,
+    index: IndexReader,
     info: RepresentationInfo,
     *,
     size: int,
@@ -89,7 +89,9 @@ def draw_sample(
     return Sample(sampled_ids, batches, num_items)
 
 
-def _rows(index: Index, column: str, filter: str | None) -> tuple[np.ndarray, pa.ChunkedArray]:
+def _rows(
+    index: IndexReader, column: str, filter: str | None
+) -> tuple[np.ndarray, pa.ChunkedArray]:
     table = index.dataset.to_table(columns=list(dict.fromkeys(["item_id", column])))
     rows = np.arange(table.num_rows)
     if filter is not None:
@@ -99,7 +101,7 @@ def _rows(index: Index, column: str, filter: str | None) -> tuple[np.ndarray, pa
 
 
 def _read(
-    index: Index, info: RepresentationInfo, rows: np.ndarray, level: str, taps: Sequence[Tap]
+    index: IndexReader, info: RepresentationInfo, rows: np.ndarray, level: str, taps: Sequence[Tap]
 ) -> pa.Table:
     """Reads the token columns of items that have vectors, and their ids as the column `id`."""
     encoder_info = info.encoder.for_field(info.field)

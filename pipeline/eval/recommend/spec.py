@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt, field_validator
 
 from pipeline.compression import NumVectors
 from pipeline.config import Spec, SpecError
-from pipeline.registry import CODECS, COMPRESSORS, BenchmarkSpec, CodecSpec
+from pipeline.registry import CODECS, COMPRESSORS, IMPORT_PATH, BenchmarkSpec, CodecSpec
 
 #: Methods that are compared by default. They need nothing but the vectors and the positions of the
 #: tokens.
@@ -65,7 +65,7 @@ class RecommendSpec(Spec):
     @classmethod
     def _check_methods(cls, names: list[str]) -> list[str]:
         for name in names:
-            if name not in COMPRESSORS.names():
+            if name not in COMPRESSORS.names() and not IMPORT_PATH.fullmatch(name):
                 raise SpecError.unknown_name("", name, COMPRESSORS.names())
         return names
 

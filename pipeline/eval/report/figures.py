@@ -21,7 +21,7 @@ from pipeline.eval.report.plot import (
     apply_style,
     legend_below,
     styles,
-    to_png,
+    to_file,
     to_svg,
 )
 from pipeline.eval.report.tables import method
@@ -66,9 +66,9 @@ class ReportFigure(NamedTuple):
         """Returns the panels as `<svg>` elements."""
         return [to_svg(draw(), f"{self.name}-{i}") for i, draw in enumerate(self.panels)]
 
-    def png(self) -> bytes:
-        """Returns the whole figure as PNG."""
-        return to_png(self.whole())
+    def file(self, format: str) -> bytes:
+        """Returns the whole figure as the content of a file, see `to_file`."""
+        return to_file(self.whole(), format)
 
 
 def figures(evaluation: Evaluation) -> Iterator[ReportFigure]:

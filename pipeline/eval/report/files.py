@@ -11,12 +11,14 @@ from pipeline.eval.compare import Comparison
 from pipeline.eval.report import html
 from pipeline.eval.report.compare import full_table
 from pipeline.eval.report.figures import figures
-from pipeline.eval.report.quality_bytes import quality_bytes_png
+from pipeline.eval.report.quality_bytes import quality_bytes_file
 from pipeline.eval.report.tables import (
     candidates_table,
     comparisons_table,
     document_categories_csv,
     metrics_csv,
+    paper_csv,
+    paper_table,
     per_query_csv,
     query_categories_csv,
     table,
@@ -24,11 +26,12 @@ from pipeline.eval.report.tables import (
 from pipeline.eval.results import RESULTS, Evaluation
 from pipeline.eval.views import candidates_scans
 from pipeline.runtime.atomic import write_atomic
-from pipeline.runtime.text import Table
+from pipeline.runtime.text import Table, tex
 
 
 def write(evaluation: Evaluation, folder: str) -> list[str]:
     """Writes the report of an evaluation, its results and its spec, and returns their paths."""
+    plots = _format(evaluation)
     files: dict[str, str | bytes] = {
         "report.html": html.report([evaluation]),
         "metrics.csv": metrics_csv(evaluation),
@@ -37,7 +40,9 @@ def write(evaluation: Evaluation, folder: str) -> list[str]:
         **_candidates_tables(evaluation),
         **_comparisons_tables(evaluation),
         "table.md": table(evaluation).markdown(),
-        "quality_bytes.png": quality_bytes_png(evaluation),
+        "table.csv": paper_csv(evaluation),
+        "table.tex": paper_table(evaluation),
+        f"quality_bytes.{plots}": quality_bytes_file(evaluation, plots),
         **_figures(evaluation),
         RESULTS: evaluation.to_json(),
         "spec.yaml": yaml.safe_dump(evaluation.spec, sort_keys=False, allow_unicode=True),
@@ -80,11 +85,22 @@ def _comparisons_tables(evaluation: Evaluation) -> dict[str, str]:
     if not evaluation.planned_comparisons:
         return {}
     table = comparisons_table(evaluation)
-    return {"comparisons.csv": table.csv(), "comparisons.md": table.markdown()}
+    latex = Table([tex(cell) for cell in row] for row in table).latex()
+    return {
+        "comparisons.csv": table.csv(),
+        "comparisons.md": table.markdown(),
+        "comparisons.tex": latex,
+    }
 
 
 def _figures(evaluation: Evaluation) -> dict[str, bytes]:
-    return {f"{figure.name}.png": figure.png() for figure in figures(evaluation)}
+    plots = _format(evaluation)
+    return {f"{figure.name}.{plots}": figure.file(plots) for figure in figures(evaluation)}
+
+
+def _format(evaluation: Evaluation) -> str:
+    """Returns the format of the plots."""
+    return evaluation.spec.get("plots", "png")
 
 
 def _write(files: Mapping[str, str | bytes], folder: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,13 +25,25 @@ STYLES: tuple[Style, ...] = tuple(
     for color, marker in zip(COLORS, markers, strict=True)
 )
 REFERENCE = "#555555"
+# It reports each table of the fonts that a PDF contains.
+logging.getLogger("fontTools").setLevel(logging.WARNING)
+
+
+def to_file(figure: Figure, format: str) -> bytes:
+    """Returns a figure as the content of a file in the format `png`, `svg` or `pdf`."""
+    file = io.BytesIO()
+    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    # Publishers accept TrueType fonts only, and the ids of SVG elements would be random.
+    with matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "maxray"}):
+        figure.savefig(
+            file, format=format, dpi=150, bbox_inches="tight", metadata=dates.get(format)
+        )
+    return file.getvalue()
 
 
 def to_png(figure: Figure) -> bytes:
     """Returns a figure as PNG."""
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=150, bbox_inches="tight")
-    return png.getvalue()
+    return to_file(figure, "png")
 
 
 def to_svg(figure: Figure, name: str) -> str:

@@ -17,7 +17,7 @@ from pipeline.eval.report.plot import (
     apply_style,
     legend_below,
     styles,
-    to_png,
+    to_file,
     to_svg,
 )
 from pipeline.eval.results import (
@@ -59,9 +59,9 @@ MAX_STRETCH = 1.25
 SIZES = ("vector_bytes", "all_bytes")
 
 
-def quality_bytes_png(evaluation: Evaluation) -> bytes:
-    """Returns all panels as PNG, with one column per score and one row per size."""
-    return to_png(_figure(evaluation, panels(evaluation)))
+def quality_bytes_file(evaluation: Evaluation, format: str) -> bytes:
+    """Returns all panels as a file, with one column per score and one row per size."""
+    return to_file(_figure(evaluation, panels(evaluation)), format)
 
 
 def quality_bytes_svg(evaluation: Evaluation, panel: Panel) -> str:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from string import ascii_lowercase
 
 from pipeline.eval.pooled import retention_p_values
 from pipeline.eval.relevance_maps import GroundingMetrics
-from pipeline.eval.results import BM25, COSTS, FULL, OSR, Evaluation, Result
-from pipeline.eval.views import CandidatesScan, candidates_scans, maxsim_rows
-from pipeline.runtime.text import Table, decimal, p_value, percentage
+from pipeline.eval.results import (
+    ALPHA,
+    BM25,
+    COSTS,
+    FULL,
+    OSR,
+    Evaluation,
+    PlannedComparison,
+    Result,
+)
+from pipeline.eval.views import CandidatesScan, candidates_scans, line_name, maxsim_rows
+from pipeline.runtime.text import Table, decimal, p_value, percentage, tex
 
 
 def table(evaluation: Evaluation) -> Table:
@@ -48,8 +58,13 @@ def table(evaluation: Evaluation) -> Table:
 
 
 def comparisons_table(evaluation: Evaluation) -> Table:
-    """Formats the planned comparisons."""
-    header = ["row", "against", f"{evaluation.headline} difference", "95 % interval", "p"]
+    """Formats the planned comparisons of an evaluation."""
+    return pairs_table(evaluation.planned_comparisons, evaluation.headline)
+
+
+def pairs_table(comparisons: Sequence[PlannedComparison], measure: str) -> Table:
+    """Formats comparisons of pairs of rows."""
+    header = ["row", "against", f"{measure} difference", "95 % interval", "p"]
     rows = [
         [
             planned.row,
@@ -58,9 +73,77 @@ def comparisons_table(evaluation: Evaluation) -> Table:
             f"[{planned.low:+.4f}, {planned.high:+.4f}]",
             p_value(planned.p),
         ]
-        for planned in evaluation.planned_comparisons
+        for planned in comparisons
     ]
     return Table([header, *rows])
+
+
+def paper_csv(evaluation: Evaluation) -> str:
+    """Returns the rows of `paper_table` as CSV, with unrounded numbers."""
+    columns = {
+        "row": [result.name for result in evaluation.results],
+        "method": [line_name(evaluation, result) for result in evaluation.results],
+        "vectors_per_item": [result.vectors_per_item for result in evaluation.results],
+        "vector_bytes": [result.vector_bytes for result in evaluation.results],
+    }
+    for name in evaluation.measures:
+        columns[name] = [result.means[name] for result in evaluation.results]
+        if name in evaluation.intervals:
+            columns[f"{name} low"], columns[f"{name} high"] = evaluation.intervals[name].T.tolist()
+    better = [" ".join(evaluation.better_than[result.name]) for result in evaluation.results]
+    columns["better_than"] = better
+    return Table([list(columns), *zip(*columns.values(), strict=True)]).csv()
+
+
+def paper_table(evaluation: Evaluation) -> str:
+    """Returns all rows in LaTeX, with intervals of all metrics and marks of significance."""
+    marks = _marks(evaluation)
+    columns = []
+    for measure in evaluation.measures:
+        cells = [f"{result.means[measure]:.3f}" for result in evaluation.results]
+        if measure == evaluation.headline:
+            better = [evaluation.better_than[result.name] for result in evaluation.results]
+            signs = ["".join(marks[name] for name in names) for names in better]
+            cells = [f"{c}$^{{{s}}}$" if s else c for c, s in zip(cells, signs, strict=True)]
+        if measure in evaluation.intervals:
+            intervals = evaluation.intervals[measure]
+            ends = (rf" {{\scriptsize [{low:.3f}, {high:.3f}]}}" for low, high in intervals)
+            cells = [f"{cell}{end}" for cell, end in zip(cells, ends, strict=True)]
+        columns.append(cells)
+    has_scores = len({result.label for result in evaluation.results if result.method != BM25}) > 1
+    rows = [
+        [
+            f"${mark}$",
+            tex(line_name(evaluation, result)),
+            *[tex(result.label)] * has_scores,
+            tex(budget(result)),
+            *(tex(size) for size in sizes(result)[:2]),
+            *cells,
+        ]
+        for mark, result, *cells in zip(marks.values(), evaluation.results, *columns, strict=True)
+    ]
+    header = ["", "method", *["score"] * has_scores, "$K$", "vectors/item", "bytes/item"]
+    header += [tex(measure) for measure in evaluation.measures]
+    family = "all rows, each compared with its reference and with BM25"
+    if evaluation.planned_comparisons:
+        family = "the planned comparisons"
+    caption = (
+        f"% {evaluation.benchmark}, {evaluation.num_queries} queries. Brackets: 95 % bootstrap "
+        "intervals.\n"
+        f"% Superscripts: significantly better than the row of this letter in "
+        f"{evaluation.headline}\n"
+        f"% (paired randomisation test, p < {ALPHA}, Holm's correction over {family}).\n"
+        "% Requires \\usepackage{booktabs}.\n"
+    )
+    return caption + Table([header, *rows]).latex()
+
+
+def _marks(evaluation: Evaluation) -> dict[str, str]:
+    """Returns a letter for each row or, for more than 26 rows, a number in brackets."""
+    names = [result.name for result in evaluation.results]
+    if len(names) > len(ascii_lowercase):
+        return {name: f"({number})" for number, name in enumerate(names, start=1)}
+    return dict(zip(names, ascii_lowercase, strict=False))
 
 
 def pooled_table(evaluation: Evaluation, against: Sequence[str]) -> Table:

@@ -1,27 +1,46 @@
 /** The search page: its state, its views and the searches that they show. */
 
 import { Media, getJson, getKey, search, setKey } from "./api.js";
+import { CollectionMap, idsInArea } from "./collection.js";
 import {
   CONTROLS,
   clearErrors,
+  combined,
   currentRepresentation,
   fillControls,
   indexInfo,
   queryKinds,
   scoreLabel,
+  searchLabel,
   showFieldError,
   sizeOf,
   smallestOther,
 } from "./controls.js";
-import { $, h, replace } from "./dom.js";
+import { $, append, h, replace } from "./dom.js";
 import { Evaluations } from "./evaluations.js";
-import { hitCard } from "./hits.js";
+import { hitCard, title } from "./hits.js";
 import { dataUrl, imageOf, readImage } from "./images.js";
 import { Judge, setUpExport } from "./judge.js";
-import { changes, kendall, lost, overlap } from "./ranks.js";
+import { changes, kendall, lost, merge, overlap } from "./ranks.js";
+import { sampleGrid, stateLink } from "./start.js";
 import { DEFAULTS, EVALUATION, formatState, hasQuery, parseState, searchBody } from "./state.js";
 import { alternatives, bytes, describeRepresentation, milliseconds } from "./text.js";
 import { Viewer } from "./viewer.js";
+
+/** Number of hits that "More results" adds. */
+const MORE_HITS = 20;
+/** Orders of the shown hits by the values of `state.sort`. */
+const SORTS = {
+  "": ["best first", (a, b) => a.rank - b.rank],
+  title: ["title", (a, b) => title(a).localeCompare(title(b))],
+  source: [
+    "source and place",
+    (a, b) =>
+      (a.source ?? "").localeCompare(b.source ?? "") ||
+      a.parent_id.localeCompare(b.parent_id) ||
+      (a.span?.start ?? 0) - (b.span?.start ?? 0),
+  ],
+};
 
 let state = parseState(location.search);
 let image = history.state?.image ?? null;
@@ -31,8 +50,13 @@ let controller = new AbortController();
 let media = new Media();
 /** Query image of the shown results. */
 let shownImage = null;
-/** Columns of the shown results: {side, label, response, hits, representation}. */
+/**
+ * Columns of the shown results: {side, label, response, hits, itself, representation}. `itself` is the
+ * hit of the item that is the query, which is not listed.
+ */
 let columns = [];
+let shownView = null;
+const narrow = window.matchMedia("(max-width: 720px)");
 
 const viewer = new Viewer({
   close: () => go({ open: "" }),
@@ -43,6 +67,12 @@ const viewer = new Viewer({
     if (next) go({ open: next.item_id }, { replace: true });
   },
   similar: (hit, part) => searchByItem(hit, part),
+  open: openItem,
+});
+const collection = new CollectionMap({
+  open: openItem,
+  select: (area) => keep({ area }),
+  search: () => go({ view: "search" }),
 });
 const evaluations = new Evaluations({
   href: (change) => `./${formatState({ ...state, open: "", ...change })}`,
@@ -74,6 +104,7 @@ function keep(change) {
 async function show(next) {
   if (!next.index && indexes.length) next.index = indexes[0].name;
   const withoutItem = (other) => formatState({ ...other, open: "" });
+  next.ids = state.ids;
   const isSameSearch = image === shownImage && withoutItem(next) === withoutItem(state);
   state = next;
   if (isSameSearch && columns.length) {
@@ -90,6 +121,7 @@ window.addEventListener("popstate", (event) => {
 
 /** Shows the current state: loads what the view needs, and searches. */
 async function update() {
+  $("arrangement").replaceChildren();
   controller.abort();
   controller = new AbortController();
   const { signal } = controller;
@@ -98,6 +130,11 @@ async function update() {
   clearErrors();
   hideBanner();
   document.body.dataset.view = state.view;
+  document.body.classList.toggle("start", state.view === "search" && !hasQuery(state, image));
+  if (state.view !== shownView) {
+    shownView = state.view;
+    $("options").open = state.view === "compare" && !narrow.matches;
+  }
   for (const link of document.querySelectorAll("nav a[data-view]")) {
     const isCurrent = link.dataset.view === state.view;
     link.toggleAttribute("aria-current", isCurrent);
@@ -123,6 +160,14 @@ async function update() {
       await evaluations.show($("results"), state, signal);
       return;
     }
+    if (state.view === "map") {
+      viewer.close();
+      $("status").textContent = "";
+      await collection.show($("results"), state, indexInfo(state, indexes).num_items, signal);
+      return;
+    }
+    state.ids = await idsInArea(state.index, state.area, signal);
+    signal.throwIfAborted();
     if (!hasQuery(state, image)) {
       showStart();
       return;
@@ -172,40 +217,43 @@ async function loadFacets(signal) {
   }
   columns.forEach(fillColumnHead);
   fillExamples();
+  if (document.body.classList.contains("start")) showStart();
 }
 
 function fillExamples() {
   const examples = facetsByIndex.get(state.index)?.examples ?? [];
   const chips = examples.map((example) => {
     const change = { q: example.query, item: "", box: "", times: "", open: "", ...answering(example) };
-    return h(
-      "a.chip",
-      {
-        href: `./${formatState({ ...state, ...change })}`,
-        on: {
-          click: (event) => {
-            if (event.ctrlKey || event.metaKey || event.shiftKey) return;
-            event.preventDefault();
-            image = null;
-            go(change);
-          },
-        },
-      },
-      example.query,
-    );
+    return stateLink("a.chip", linkTo(change), example.query);
   });
   const isShown = chips.length > 0 && state.view !== "evaluations" && !hasQuery(state, image);
   $("examples").hidden = !isShown;
   replace($("examples"), h("span.facet-name", {}, "Try"), chips);
 }
 
+/** Returns the address and the action of a link that changes the state and removes the image. */
+function linkTo(change) {
+  return {
+    href: `./${formatState({ ...state, ...change })}`,
+    go: () => {
+      image = null;
+      go(change);
+    },
+  };
+}
+
 /** Returns the change to the representation of an example, or to none if the current one suits. */
 function answering({ representation }) {
   const info = indexInfo(state, indexes);
-  const current = currentRepresentation(state, info);
   const other = info?.representations.find(({ name }) => name === representation);
-  const isSame = current?.encoder === other?.encoder && current?.field === other?.field;
-  return isSame ? {} : { rep: representation, rep2: "", rerank: "", rerank2: "" };
+  const isSearched = (current) =>
+    current?.encoder === other?.encoder && current?.field === other?.field;
+  const isAnswered = (current) =>
+    (combined(current, info) ?? [currentRepresentation(current, info)]).some(isSearched);
+  if (isAnswered(state)) return {};
+  const all = { rep: "", rerank: "", candidates: "", score: DEFAULTS.score };
+  if (state.view === "search" && isAnswered({ ...state, ...all })) return all;
+  return { rep: representation, rep2: "", rerank: "", rerank2: "" };
 }
 
 // -- query ------------------------------------------------------------------------------------
@@ -213,11 +261,8 @@ function answering({ representation }) {
 /** Shows the image or the item that is part of the query, with a button that removes it. */
 function showQueryPart() {
   const part = $("query-part");
-  part.hidden = !(state.item || image);
-  if (part.hidden) {
-    part.replaceChildren();
-    return;
-  }
+  part.hidden = !(state.item || image || state.area);
+  part.replaceChildren();
   const remove = h(
     "button.icon",
     {
@@ -235,9 +280,15 @@ function showQueryPart() {
   );
   if (state.item) {
     const kind = state.box || state.times ? "part of " : "like ";
-    replace(part, h("span.query-item", { title: state.item }, kind, state.item), remove);
-  } else {
-    replace(part, h("img", { src: dataUrl(image), alt: "Query image" }), remove);
+    append(part, [h("span.query-item", { title: state.item }, kind, state.item), remove]);
+  } else if (image) {
+    append(part, [h("img", { src: dataUrl(image), alt: "Query image" }), remove]);
+  }
+  if (state.area) {
+    const click = () => go({ area: "", open: "" });
+    const attributes = { type: "button", "aria-label": "Search all items", on: { click } };
+    const all = h("button.icon", attributes, "✕");
+    append(part, [h("span.query-item", {}, "in an area of the map"), all]);
   }
 }
 
@@ -282,37 +333,100 @@ function searchByItem(hit, part = {}) {
   window.scrollTo({ top: 0 });
 }
 
+/** Opens an item of the index, with similar items as the hits. */
+function openItem(id) {
+  image = null;
+  const view = state.view === "compare" ? "compare" : "search";
+  go({ view, q: "", item: id, box: "", times: "", filter: "", area: "", open: id });
+}
+
 // -- results ----------------------------------------------------------------------------------
 
 async function runSearch(signal) {
   viewer.close();
   showLoading();
-  const sides = state.view === "compare" ? ["a", "b"] : ["a"];
-  const found = [];
-  for (const side of sides) {
-    try {
-      found.push(await search({ ...searchBody(state, image, side), explain: "matches" }, signal));
-    } catch (error) {
-      if (error.name !== "AbortError" && !signal.aborted) showError(error, side);
-      return;
-    }
-  }
-  if (signal.aborted) return;
+  const found = await findColumns(signal, showError);
+  if (!found) return;
   performance.mark("maxray-answer");
-  columns = sides.map((side, i) => {
-    const response = found[i];
-    const hits = response.hits.filter((hit) => hit.item_id !== state.item);
-    hits.forEach((hit, rank) => (hit.rank = rank + 1));
-    const info = indexInfo(state, indexes);
-    const representation = currentRepresentation(state, info, side);
-    return { side, response, hits, representation, label: columnLabel(response, side) };
-  });
+  columns = found;
   drawResults();
   performance.measure("maxray-draw", "maxray-answer");
   const isSubmitted = $("query-box").contains(document.activeElement) && $("q").value === state.q;
   if (isSubmitted) $("results").focus({ preventScroll: true }); // keys now move between the hits
   showItem();
   if (columns.length === 2) await compareDurations(signal);
+}
+
+/** Searches and returns the columns, or null after an error, which is passed to `failed`. */
+async function findColumns(signal, failed) {
+  const found = [];
+  for (const side of state.view === "compare" ? ["a", "b"] : ["a"]) {
+    try {
+      const response = await find(side, signal);
+      const hits = response.hits.filter((hit) => hit.item_id !== state.item);
+      hits.forEach((hit, rank) => (hit.rank = rank + 1));
+      const itself = response.hits.find((hit) => hit.item_id === state.item);
+      const info = indexInfo(state, indexes);
+      const representation = currentRepresentation(state, info, side, response.representation);
+      found.push({ side, response, hits, itself, representation });
+    } catch (error) {
+      if (error.name !== "AbortError" && !signal.aborted) failed(error, side);
+      return null;
+    }
+  }
+  return signal.aborted ? null : found;
+}
+
+/** Searches one representation, or contents and captions together. */
+async function find(side, signal) {
+  const body = { ...searchBody(state, image, side), explain: "matches" };
+  const both = side === "a" ? combined(state, indexInfo(state, indexes)) : null;
+  if (!both) return search(body, signal);
+  const searchIn = async ({ name }) => {
+    const response = await search({ ...body, representation: name }, signal);
+    response.hits.forEach((hit) => (hit.representation = name));
+    return response;
+  };
+  if (state.item) {
+    // The contents and the caption of an item are different queries, and it may lack either.
+    return searchIn(both[0]).catch((error) => {
+      if (error.code !== "invalid_argument") throw error;
+      return searchIn(both[1]);
+    });
+  }
+  const responses = await Promise.all(both.map(searchIn));
+  const rankings = responses.map(({ hits }) => hits);
+  const hits = merge(rankings, state.group ? "parent_id" : "item_id").slice(0, body.k);
+  const slowest = responses.map((response) => response.durations_ms).sort((a, b) => b.total - a.total);
+  const warnings = [...new Set(responses.flatMap((response) => response.warnings))];
+  return { ...responses[0], hits, warnings, durations_ms: slowest[0] };
+}
+
+/** Adds hits to the shown ones, and moves the focus to the first new one. */
+async function showMore() {
+  const button = $("more");
+  const last = columns[0].hits.length;
+  const before = state.k;
+  button.disabled = true;
+  keep({ k: String((Number(state.k) || last) + MORE_HITS) });
+  const found = await findColumns(controller.signal, (error) => {
+    keep({ k: before });
+    showBanner(error.message, "warning");
+  });
+  button.disabled = false;
+  if (!found) return;
+  columns = found;
+  $("k").value = state.k;
+  const top = window.scrollY;
+  drawResults();
+  window.scrollTo({ top });
+  const id = columns[0].hits.find((hit) => hit.rank > last)?.item_id;
+  if (id) document.querySelector(`${itemSelector(id)} .hit-title a`).focus({ preventScroll: true });
+  if (columns.length === 2) await compareDurations(controller.signal);
+}
+
+function itemSelector(id) {
+  return `[data-item="${CSS.escape(id)}"]`;
 }
 
 /**
@@ -333,10 +447,12 @@ async function compareDurations(signal) {
 }
 
 /** Returns the representation of a column, with its score if that of the other column differs. */
-function columnLabel({ representation }, side) {
+function columnLabel({ side, response }) {
+  const facets = facetsByIndex.get(state.index);
+  const label = searchLabel(state, indexInfo(state, indexes), facets, response.representation, side);
   const isSame = state.view !== "compare" || !state.score2 || state.score2 === state.score;
-  if (isSame) return representation;
-  return `${representation} · ${scoreLabel(side === "b" ? state.score2 : state.score)}`;
+  if (isSame) return label;
+  return `${label} · ${scoreLabel(side === "b" ? state.score2 : state.score)}`;
 }
 
 function drawResults() {
@@ -347,6 +463,8 @@ function drawResults() {
   const judge = new Judge(state, image);
   const reference = columns[0].hits.map((hit) => hit.item_id);
   const moved = columns[1] ? changes(columns[1].hits.map((hit) => hit.item_id), reference) : null;
+  if (columns.length === 1) columns[0].hits.sort((SORTS[state.sort] ?? SORTS[""])[1]);
+  const isGrid = columns.length === 1 && hasGrid(columns[0].hits);
   const parts = columns.map((column, i) => {
     const canSearchItems = column.representation?.queries.includes("item") ?? false;
     const cards = column.hits.map((hit) =>
@@ -359,17 +477,68 @@ function drawResults() {
         open: () => go({ open: hit.item_id }),
         similar: () => searchByItem(hit),
         change: i && moved ? moved.get(hit.item_id) : null,
+        isCaption: Boolean(hit.representation) && hit.representation !== column.representation.name,
       }),
     );
     column.head = h("div.column-head");
     fillColumnHead(column);
     const list = cards.length
-      ? h("ol.hits", {}, cards)
+      ? h(isGrid ? "ol.hits.grid" : "ol.hits", {}, cards)
       : h("div.empty", {}, h("h2", {}, "No hits"), h("p", {}, emptyHint()));
     return h("div.column", { dataset: { side: column.side } }, column.head, list, lostList(i));
   });
-  replace(results, comparison(), h("div.columns", { class: `columns count-${parts.length}` }, parts));
+  replace(
+    results,
+    comparison(),
+    h("div.columns", { class: `columns count-${parts.length}` }, parts),
+    moreButton(),
+  );
+  replace($("arrangement"), arrangement(isGrid));
   $("status").textContent = statusText();
+}
+
+/** Checks whether hits are shown as a grid of images, by default if all are images. */
+function hasGrid(hits) {
+  if (state.layout) return state.layout === "grid";
+  return hits.length > 0 && hits.every(({ modality }) => modality === "image");
+}
+
+/** Returns the controls of the order and of the layout of the shown hits. */
+function arrangement(isGrid) {
+  if (columns.length !== 1 || columns[0].hits.length < 2) return [];
+  const change = (changed, id) => {
+    keep(changed);
+    drawResults();
+    $(id).focus();
+  };
+  const options = Object.entries(SORTS).map(([value, [label]]) =>
+    h("option", { value, selected: value === state.sort }, label),
+  );
+  const sort = h("select", { id: "sort", title: "Orders the hits that are shown" }, options);
+  sort.addEventListener("change", () => change({ sort: sort.value }, "sort"));
+  const layout = ["list", "grid"].map((name) =>
+    h(
+      "button.chip",
+      {
+        type: "button",
+        id: `layout-${name}`,
+        "aria-pressed": String(isGrid === (name === "grid")),
+        on: { click: () => change({ layout: name }, `layout-${name}`) },
+      },
+      name,
+    ),
+  );
+  return [
+    h("label", { for: "sort" }, "Order"),
+    sort,
+    h("span.chips", { role: "group", "aria-label": "Layout" }, layout),
+  ];
+}
+
+/** Returns the button that shows more hits, unless there are fewer than requested. */
+function moreButton() {
+  if (!columns.some(({ hits }) => hits.length && hits.length >= Number(state.k))) return null;
+  return h("button.quiet-button", { type: "button", id: "more", on: { click: showMore } }, "More results");
 }
 
 function statusText() {
@@ -392,6 +561,7 @@ function fillColumnHead(column) {
   const { durations_ms: first, candidates, reranked } = column.response;
   const durations = column.warm ?? first;
   const stages = Object.entries(durations).filter(([name]) => name !== "total");
+  column.label = columnLabel(column);
   replace(
     column.head,
     h("h2", {}, column.label),
@@ -464,7 +634,11 @@ function lostList(column) {
 }
 
 function openColumn() {
-  return columns.find(({ hits }) => hits.some((hit) => hit.item_id === state.open));
+  return columns.find((column) => openHit(column));
+}
+
+function openHit({ hits, itself }) {
+  return [...hits, itself].find((hit) => hit?.item_id === state.open);
 }
 
 /** Shows the warnings of the server, and that the item of the state is not among the hits. */
@@ -485,16 +659,16 @@ function showItem() {
     const wasOpen = viewer.isOpen;
     viewer.close();
     if (wasOpen && lastOpened) {
-      const selector = `[data-item="${CSS.escape(lastOpened)}"] .hit-title a`;
-      document.querySelector(selector)?.focus();
+      document.querySelector(`${itemSelector(lastOpened)} .hit-title a`)?.focus();
     }
     return;
   }
   lastOpened = state.open;
+  const hit = openHit(column);
   viewer.open(
-    column.hits.find((hit) => hit.item_id === state.open),
+    hit,
     {
-      state,
+      state: hit.representation ? { ...state, rep: hit.representation } : state,
       image,
       sides: columns,
       canSearchItems: column.representation?.queries.includes("item") ?? false,
@@ -515,19 +689,37 @@ function showLoading() {
   $("status").textContent = "Searching …";
 }
 
+/** Shows what the index contains and how it can be searched. */
 function showStart() {
   viewer.close();
   columns = [];
   const info = indexInfo(state, indexes);
-  const number = info?.num_items.toLocaleString("en-GB");
+  if (!info.num_items) {
+    const text = "Add files with maxray index. The page shows them without a restart of the server.";
+    showEmpty(`${info.name} is empty`, text);
+    return;
+  }
+  const number = info.num_items.toLocaleString("en-GB");
   const kinds = currentQueryKinds();
   const ways = ["Search by text", kinds.has("image") ? "by an image" : null];
   if (kinds.has("composed")) ways.push("by both");
-  const text =
-    state.view === "compare"
-      ? "Run one query with two representations, and see what the smaller one loses and why."
-      : `${alternatives(ways.filter(Boolean))}. Open a hit to see which parts match.`;
-  showEmpty(`${number} items in ${info?.name}`, text);
+  const isCompare = state.view === "compare";
+  const text = isCompare
+    ? "Run one query with two representations, and see what the smaller one loses and why."
+    : `${alternatives(ways.filter(Boolean))}. Open a hit to see which parts match.`;
+  showEmpty(`${number} ${info.num_items === 1 ? "item" : "items"} in ${info.name}`, text);
+  if (isCompare) return;
+  media.release();
+  media = new Media();
+  const canOpen = kinds.has("item");
+  const grid = sampleGrid(facetsByIndex.get(state.index)?.samples ?? [], {
+    index: state.index,
+    media,
+    link: (id) => (canOpen ? linkTo({ item: id, open: id }) : null),
+  });
+  append($("results"), [grid]);
+  const isFree = [document.body, null].includes(document.activeElement);
+  if (isFree && !narrow.matches) $("q").focus({ preventScroll: true });
 }
 
 function showEmpty(heading, text) {
@@ -624,7 +816,8 @@ $("q").addEventListener("keydown", (event) => {
 $("search-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const q = $("q").value;
-  const change = { q, open: "" };
+  const change = { q, open: "", sort: "" };
+  if (state.view === "map") change.view = "search";
   if (q.trim()) Object.assign(change, { item: "", box: "", times: "" });
   replaceImage(q);
   columns = [];
@@ -637,7 +830,7 @@ for (const name of CONTROLS) {
     if (name === "index") {
       Object.assign(change, { rep: "", rep2: "", rerank: "", rerank2: "", filter: "" });
       Object.assign(change, { score: "maxsim", score2: "", candidates: "" });
-      Object.assign(change, { item: "", box: "", times: "" });
+      Object.assign(change, { item: "", box: "", times: "", area: "" });
     }
     if (name === "rep") Object.assign(change, { candidates: "" });
     replaceImage($("q").value);
@@ -720,7 +913,5 @@ $("key-form").addEventListener("submit", (event) => {
 });
 $("key-remove").addEventListener("click", () => changeKey(""));
 
-const narrow = window.matchMedia("(max-width: 720px)");
-$("options").open = !narrow.matches;
 setUpExport();
 update();

@@ -73,6 +73,18 @@ export function contributionRange(hits) {
   return [0, Math.max(1e-6, ...values)];
 }
 
+/**
+ * Returns the range of the values of words that are compared by vectors of their own: from the mean
+ * similarity with a query token to the highest of all tokens, or of the highlights (null) from 0.
+ */
+export function wordRange(words, token) {
+  if (token === null) return [0, Math.max(1e-6, ...words.map(({ highlight }) => highlight))];
+  const values = words.map(({ similarities }) => similarities[token]).filter(Number.isFinite);
+  if (!values.length) return [0, 1];
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  return [mean, Math.max(...words.map(({ similarities }) => Math.max(...similarities)))];
+}
+
 /** Returns the value of a word: of a query token, or its highlight for all tokens (null). */
 export function wordValue(word, token) {
   return token === null ? word.highlight : word.similarities[token];

@@ -1,7 +1,7 @@
 /** The form: representations, scores, filters and the errors of the API at their fields. */
 
 import { $, h, replace } from "./dom.js";
-import { facetFilter, parseFacetFilter } from "./state.js";
+import { DEFAULTS, facetFilter, parseFacetFilter } from "./state.js";
 import { count } from "./text.js";
 
 const SCORES = {
@@ -10,6 +10,9 @@ const SCORES = {
   hybrid: "hybrid",
   fused: "fused (with BM25)",
 };
+/** Plain words for the values of selects. */
+const BOTH = "contents and captions";
+const CANDIDATES = { exact: "all items", single: "best single vectors", bm25: "best by BM25" };
 const EDITED_FILTER =
   "The filter has conditions that these buttons cannot show. Clear it to use them.";
 /** Controls of the fields of a request, as named in the errors of the API. */
@@ -103,17 +106,15 @@ export function clearErrors() {
 export function fillControls(state, indexes, facets) {
   const info = indexInfo(state, indexes);
   setOptions($("index"), indexes.map(({ name }) => [name, name]), info?.name ?? state.index);
-  const searched = (info?.representations ?? []).filter(({ role }) => role === "search");
-  const names = searched.map((representation) => [
-    representation.name,
-    optionLabel(representation, sizeOf(representation.name, facets)),
-  ]);
+  const names = [...representationLabels(info, facets)];
   const reranking = [["", "no reranking"]];
-  reranking.push(...searched.map(({ name }) => [`vectors:${name}`, `MaxSim of ${name}`]));
+  reranking.push(...names.map(([name, label]) => [`vectors:${name}`, `MaxSim of ${label}`]));
   if (info?.edje) reranking.push(["edje", "EDJE"]);
+  const hasBoth = combined({ ...DEFAULTS, view: state.view }, info) !== null;
   for (const [side, suffix] of [["a", ""], ["b", "2"]]) {
-    const name = state[`rep${suffix}`] || info?.default_representation || "";
-    setOptions($(`rep${suffix}`), names, name);
+    const isBoth = side === "a" && combined(state, info) !== null;
+    const name = isBoth ? "" : state[`rep${suffix}`] || info?.default_representation || "";
+    setOptions($(`rep${suffix}`), hasBoth && side === "a" ? [["", BOTH], ...names] : names, name);
     setOptions($(`rerank${suffix}`), reranking, state[`rerank${suffix}`]);
     const scores = currentRepresentation(state, info, side)?.scores ?? ["maxsim"];
     const options = scores.map((score) => [score, scoreLabel(score)]);
@@ -123,9 +124,13 @@ export function fillControls(state, indexes, facets) {
   const representation = currentRepresentation(state, info);
   const generators = representation?.candidates ?? [];
   const chosen = representation?.default_candidates ?? "exact";
+  const generatorLabel = (name) => CANDIDATES[name] ?? name;
   setOptions(
     $("candidates"),
-    [["", `default (${chosen})`], ...generators.map((name) => [name, name])],
+    [
+      ["", `default (${generatorLabel(chosen)})`],
+      ...generators.map((name) => [name, generatorLabel(name)]),
+    ],
     state.candidates,
   );
   $("k").value = state.k;
@@ -138,7 +143,20 @@ export function fillControls(state, indexes, facets) {
   $("q").placeholder = kinds.has("image")
     ? "Search by text, or drop or paste an image"
     : "Search by text";
+  $("chosen").textContent = chosenOptions(state, hasBoth ? "" : info?.default_representation);
   fillFacets(facets, state.filter);
+}
+
+/** Returns the options that differ from their defaults, for the heading of the folded options. */
+function chosenOptions(state, representation) {
+  const ids = ["rep", "rerank", "score", "candidates"].filter(
+    (id) => state[id] !== DEFAULTS[id] && !(id === "rep" && state.rep === representation),
+  );
+  const chosen = ids.map((id) => $(id).selectedOptions[0].textContent);
+  if (state.k !== DEFAULTS.k) chosen.push(`${state.k} hits`);
+  if (state.group) chosen.push("grouped by document");
+  if (state.filter.trim()) chosen.push(state.filter.trim());
+  return chosen.length ? `: ${chosen.join(" · ")}` : "";
 }
 
 /** Returns the index of a state. The first one is the default. */
@@ -146,11 +164,74 @@ export function indexInfo(state, indexes) {
   return indexes.find(({ name }) => name === state.index) ?? (state.index ? null : indexes[0]);
 }
 
-/** Returns the searched representation of a state, or undefined. A prefix NAME@K is that of NAME. */
-export function currentRepresentation(state, info, side = "a") {
+/**
+ * Returns the searched representation of a state, or undefined. A prefix NAME@K is that of NAME.
+ * `standard` is the name of the representation if the state names none.
+ */
+export function currentRepresentation(
+  state,
+  info,
+  side = "a",
+  standard = info?.default_representation,
+) {
   const given = side === "b" ? state.rep2 : state.rep;
-  const name = (given || info?.default_representation || "").split("@")[0];
+  const name = (given || standard || "").split("@")[0];
   return info?.representations.find((representation) => representation.name === name);
+}
+
+/**
+ * Returns the representations of contents and of captions, which a search without a given
+ * representation combines, or null if it does not. Scores of the same query by the same encoder are
+ * comparable, except for those that are normalised over a list of hits.
+ */
+export function combined(state, info) {
+  const isChosen = state.rep || state.rerank || state.candidates || state.score === "fused";
+  const content = currentRepresentation(state, info);
+  if (state.view !== "search" || isChosen || content?.field !== "content") return null;
+  const captions = info.representations.filter(
+    ({ role, field, encoder, dim, scores }) =>
+      role === "search" &&
+      field === "caption" &&
+      encoder === content.encoder &&
+      dim === content.dim &&
+      scores.includes(state.score),
+  );
+  const caption = captions.find((other) => other.compressor === content.compressor) ?? captions[0];
+  return caption ? [content, caption] : null;
+}
+
+/**
+ * Returns plain labels of the searched representations by name: contents before captions, most
+ * vectors first. The name is part of a label that would not be unique.
+ */
+export function representationLabels(info, facets) {
+  const searched = (info?.representations ?? [])
+    .filter(({ role }) => role === "search")
+    .map((representation) => {
+      const { name, field, compressor, num_vectors: maximum } = representation;
+      const mean = sizeOf(name, facets)?.vectors_per_item;
+      const vectors = maximum ?? (mean ? Math.round(mean) : null);
+      const isWhole = compressor === "none";
+      const number = `${vectors} ${vectors === 1 ? "vector" : "vectors"}`;
+      const size = isWhole ? "all vectors" : vectors === null ? name : number;
+      const label = field === "caption" ? `captions: ${size}` : size;
+      return { name, label, order: [field === "caption", !isWhole, -(vectors ?? 0)] };
+    });
+  searched.sort((a, b) => {
+    const at = a.order.findIndex((value, i) => value !== b.order[i]);
+    return at < 0 ? a.name.localeCompare(b.name) : a.order[at] - b.order[at];
+  });
+  const isUnique = (label) => searched.filter((other) => other.label === label).length === 1;
+  return new Map(
+    searched.map(({ name, label }) => [name, isUnique(label) ? label : `${label} (${name})`]),
+  );
+}
+
+/** Returns the plain label of a search: that of its representation, or of both combined ones. */
+export function searchLabel(state, info, facets, representation, side = "a") {
+  if (side === "a" && !state.item && combined(state, info)) return BOTH;
+  const name = (side === "b" ? state.rep2 : state.rep) || representation;
+  return representationLabels(info, facets).get(name) ?? name;
 }
 
 /**
@@ -195,12 +276,6 @@ export function sizeOf(name, facets) {
 
 export function scoreLabel(name) {
   return SCORES[name] ?? name;
-}
-
-function optionLabel(representation, size) {
-  if (!size) return representation.name;
-  const vectors = Math.round(size.vectors_per_item);
-  return `${representation.name} (${vectors} ${vectors === 1 ? "vector" : "vectors"})`;
 }
 
 function setOptions(select, options, value) {

@@ -47,10 +47,12 @@ export class Evaluations {
       ({ evaluations } = await getJson("v1/evaluations", {}, signal));
     } catch (error) {
       if (error.code !== "not_found" && error.code !== "forbidden") throw error;
-      replace(
-        container,
-        h("div.empty", {}, h("h2", {}, "No evaluations"), h("p", {}, `${error.message}.`)),
-      );
+      const hint =
+        error.code === "not_found" &&
+        "Start the server with evaluations.folder=FOLDER, the folder in which maxray evaluate has " +
+          "written its output folders, to list them here.";
+      const texts = [`${error.message}.`, hint].filter(Boolean).map((text) => h("p", {}, text));
+      replace(container, h("div.empty", {}, h("h2", {}, "No evaluations"), texts));
       return;
     }
     if (!evaluations.length) {

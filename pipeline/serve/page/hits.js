@@ -20,6 +20,7 @@ const THUMBNAIL_WIDTH = 360;
  * @param {function} view.similar Searches with an item, or a part of it, as the query.
  * @param {object} view.judge Judgments of the current query, see judge.js.
  * @param {{kind: string, by: number, from: number|null}} [view.change] Change of the rank.
+ * @param {boolean} [view.isCaption] Whether the caption matches better than the content.
  */
 export function hitCard(hit, view) {
   const name = title(hit);
@@ -43,6 +44,7 @@ export function hitCard(hit, view) {
       "p.meta",
       {},
       hit.modality ? h("span.badge", {}, hit.modality) : null,
+      view.isCaption ? h("span.badge", {}, "by its caption") : null,
       place(hit.span) ? h("span", {}, place(hit.span)) : null,
       h("span.id", { title: hit.item_id }, hit.item_id),
     ),
@@ -67,6 +69,11 @@ export function hitCard(hit, view) {
   else card.classList.add("text-only");
   card.append(body);
   return card;
+}
+
+/** Checks whether an item has an image: a page, an image or the frames of a video. */
+export function hasImage({ modality }) {
+  return ["page", "image", "video"].includes(modality);
 }
 
 /** Returns the title of a hit, or its id if it has none. */

@@ -15,7 +15,8 @@ const TOLERANCE = 0.05;
  * @param {number|null} view.token Query token, or null for all.
  * @param {[number, number]} view.range Values at the ends of the colour scale.
  * @param {number} view.opacity Opacity of the highest value.
- * @param {object|null} view.selected Word whose vector is outlined.
+ * @param {object|null} view.selected Word that is outlined, with all words of its vector.
+ * @param {number|null} view.vector Vector whose words are outlined if no word is selected.
  * @param {number|null} view.seconds Time of the frame, for videos.
  */
 export function drawBoxes(canvas, words, view) {
@@ -36,21 +37,24 @@ export function drawBoxes(canvas, words, view) {
     context.fillStyle = `rgb(${red} ${green} ${blue} / ${alpha(at, view.opacity)})`;
     context.fillRect(...rectangle(word.box, width, height));
   }
-  if (view.selected) {
-    context.lineWidth = Math.max(1, 1.5 * ratio);
-    context.strokeStyle = "#0b63b5";
-    for (const word of words) {
-      const isSame = word === view.selected || sameVector(word, view.selected);
-      if (isSame && isVisible(word, view.seconds)) {
-        context.strokeRect(...rectangle(word.box, width, height));
-      }
+  context.lineWidth = Math.max(1, 1.5 * ratio);
+  context.strokeStyle = "#0b63b5";
+  for (const word of words) {
+    if (isOutlined(word, view) && isVisible(word, view.seconds)) {
+      context.strokeRect(...rectangle(word.box, width, height));
     }
   }
 }
 
+/** Checks whether a word is selected, or of the vector that is. */
+function isOutlined(word, { selected, vector }) {
+  if (selected) return word === selected || (hasVector(word) && word.vector === selected.vector);
+  return hasVector(word) && word.vector === vector;
+}
+
 /** Fills the regions of the stored vectors, each in a colour of its own. */
 export function drawRegions(canvas, words, view) {
-  drawBoxes(canvas, [], { ...view, selected: null });
+  drawBoxes(canvas, [], view);
   const context = canvas.getContext("2d");
   for (const word of words) {
     if (!isVisible(word, view.seconds)) continue;
@@ -82,8 +86,24 @@ export function isVisible(word, seconds) {
   return word.times[0] <= seconds + TOLERANCE && seconds + TOLERANCE < word.times[1];
 }
 
-function sameVector(word, other) {
-  return hasVector(word) && word.vector === other.vector;
+/** Checks whether a vector of a map represents several words. */
+export function hasSharedVectors(words) {
+  const vectors = words.filter(hasVector).map(({ vector }) => vector);
+  return new Set(vectors).size < vectors.length;
+}
+
+/**
+ * Returns the words of a map with the similarities that are shown. Words that are compared by the
+ * vector that they share are equally similar to a query token. Of them, only those of the vector
+ * that matches the query token best are shown: its region.
+ */
+export function shownWords({ words, evidence }, matches, representation) {
+  if (evidence !== representation || !hasSharedVectors(words)) return words;
+  const isShown = (word, m) => matches[m]?.document_token === word.vector;
+  return words.map((word) => ({
+    ...word,
+    similarities: word.similarities.map((value, m) => (isShown(word, m) ? value : null)),
+  }));
 }
 
 /** Returns the smallest word at a position in [0, 1], or null. */
@@ -163,9 +183,7 @@ export function mappedText(text, words, passages, onHover) {
         span.style.backgroundColor = isShown ? css(at) : "";
         span.style.color = isShown ? textColour(at) : "";
       }
-      const isSelected =
-        view.selected && (word === view.selected || sameVector(word, view.selected));
-      span.classList.toggle("selected", Boolean(isSelected));
+      span.classList.toggle("selected", isOutlined(word, view));
     }
   };
   return { paragraph, paint };

@@ -1,4 +1,4 @@
-/** Differences between two rankings of the same query. */
+/** Differences between two rankings of the same query, and their merging. */
 
 /** Returns the share of the first k ids of one ranking that the other has among its first k. */
 export function overlap(one, other, k) {
@@ -29,6 +29,19 @@ export function changes(ranking, reference) {
 export function lost(ranking, reference) {
   const present = new Set(ranking);
   return reference.filter((id) => !present.has(id));
+}
+
+/**
+ * Merges rankings of one query by score. An item, or a document if hits are grouped by documents, has
+ * the best of its scores, so the first k hits of all rankings determine the first k merged ones.
+ */
+export function merge(rankings, id = "item_id") {
+  const best = new Map();
+  for (const hit of rankings.flat()) {
+    const other = best.get(hit[id]);
+    if (!other || hit.score > other.score) best.set(hit[id], hit);
+  }
+  return [...best.values()].sort((a, b) => b.score - a.score);
 }
 
 /** Returns Kendall's tau over the ids that both rankings have, or null for fewer than two. */

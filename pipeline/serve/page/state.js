@@ -22,11 +22,14 @@ export const DEFAULTS = Object.freeze({
   k: "10",
   group: "",
   filter: "",
+  area: "",
+  sort: "",
+  layout: "",
   open: "",
   ...EVALUATION,
 });
 
-const VIEWS = ["search", "compare", "evaluations"];
+const VIEWS = ["search", "compare", "map", "evaluations"];
 
 /** Parses a query string. Unknown fields are ignored, missing ones have their default. */
 export function parseState(search) {
@@ -80,7 +83,7 @@ function queryOf(state, image) {
 /**
  * Returns the body of a search request.
  *
- * @param {object} state State of the page.
+ * @param {object} state State of the page, with the `ids` of the items in `area`.
  * @param {string|null} image Query image in base64.
  * @param {"a"|"b"} side Column of a comparison. The second has its own representation, reranking and
  *   score. Its score is that of the first unless it is given.
@@ -98,6 +101,7 @@ export function searchBody(state, image = null, side = "a") {
   if (state.candidates) body.candidates = state.candidates;
   if (state.group) body.group_by = state.group;
   if (state.filter.trim()) body.filter = state.filter.trim();
+  if (state.ids) body.ids = state.ids;
   const rerank = side === "b" ? state.rerank2 : state.rerank;
   if (rerank) {
     const [method, name] = splitOnce(rerank, ":");

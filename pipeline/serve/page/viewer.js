@@ -1,17 +1,26 @@
 /** Item view: an item with its similarity map, in one or in two representations. */
 
-import { Media, getJson, mediaUrl, previewUrl, search, segment } from "./api.js";
-import { contributionRange, css, position, similarityRange, textColour } from "./colours.js";
-import { $, append, copyText, h, placeBox, replace } from "./dom.js";
-import { scores, title } from "./hits.js";
+import { Media, getBlob, getJson, mediaUrl, previewUrl, search, segment } from "./api.js";
+import {
+  contributionRange,
+  css,
+  position,
+  similarityRange,
+  textColour,
+  wordRange,
+} from "./colours.js";
+import { $, append, copyText, download, h, placeBox, replace } from "./dom.js";
+import { hasImage, scores, title } from "./hits.js";
 import {
   drawBoxes,
   drawLegend,
   drawRegions,
   drawStrip,
+  hasSharedVectors,
   hasVector,
   isVisible,
   mappedText,
+  shownWords,
   wordAt,
 } from "./map.js";
 import { searchBody } from "./state.js";
@@ -24,6 +33,11 @@ const REGION_STEP = 0.02;
 const PAGE_WIDTH = 1600;
 /** Images that are narrower, in pixels, are enlarged without smoothing. */
 const SMALL_WIDTH = 240;
+/** Number of similar items, and the width of their previews in pixels. */
+const NUM_NEIGHBOURS = 8;
+const NEIGHBOUR_WIDTH = 160;
+/** Factors by which images are enlarged. */
+const ZOOMS = [1, 1.5, 2, 3, 4];
 
 /**
  * Item view in a modal dialog.
@@ -31,6 +45,7 @@ const SMALL_WIDTH = 240;
  * @param {object} page
  * @param {function} page.close Called when the user closes the view.
  * @param {function} page.step Opens the previous (-1) or the next (1) hit.
+ * @param {function} page.open Opens an item.
  * @param {function} page.similar Searches with an item, or a part of it, as the query.
  */
 export class Viewer {
@@ -79,12 +94,14 @@ export class Viewer {
       { type: "button", "aria-label": "Close", on: { click: () => this.#page.close() } },
       "✕",
     );
-    const step = (by, label, sign) =>
-      h(
-        "button.icon-button",
-        { type: "button", "aria-label": label, on: { click: () => this.#page.step(by) } },
-        sign,
-      );
+    const button = (label, sign, click) =>
+      h("button.icon-button", { type: "button", "aria-label": label, on: { click } }, sign);
+    const zooms = h(
+      "span.zooms",
+      { hidden: !hasImage(hit) },
+      button("Zoom out", "−", () => this.#zoom(-1)),
+      button("Zoom in", "+", () => this.#zoom(1)),
+    );
     this.#chips = h("div.chips.tokens", { role: "group", "aria-label": "Query tokens" });
     this.#legend = h("div.legend");
     this.#note = h("p.note", { role: "status" });
@@ -98,8 +115,9 @@ export class Viewer {
         h("h2", { id: "viewer-title" }, title(hit)),
         h("span.meta", {}, hit.modality ? h("span.badge", {}, hit.modality) : null, place(hit.span)),
         h("span.spacer"),
-        step(-1, "Previous hit", "‹"),
-        step(1, "Next hit", "›"),
+        zooms,
+        button("Previous hit", "‹", () => this.#page.step(-1)),
+        button("Next hit", "›", () => this.#page.step(1)),
         close,
       ),
       h(
@@ -129,7 +147,9 @@ export class Viewer {
     if (!this.#dialog.open) this.#dialog.showModal();
     close.focus();
     this.#loadItem();
-    this.#panes.forEach((pane) => this.#loadMap(pane));
+    this.#loadNeighbours();
+    this.#dialog.querySelector(".steering").hidden = this.#isQuery;
+    if (!this.#isQuery) this.#panes.forEach((pane) => this.#loadMap(pane));
     this.#reveal();
   }
 
@@ -151,6 +171,7 @@ export class Viewer {
   #details;
   #player = null;
   #isRevealed = false;
+  #zoomLevel = 0;
 
   #reset() {
     this.#controller.abort();
@@ -161,7 +182,31 @@ export class Viewer {
     this.#item = null;
     this.#player = null;
     this.#isRevealed = false;
+    this.#zoomLevel = 0;
     Object.assign(this.#view, { token: null, pinned: null, selected: null, regions: false });
+  }
+
+  /** Enlarges the images by a number of steps. What is in the middle of a pane stays there. */
+  #zoom(by) {
+    const images = this.#panes.filter(({ canvas }) => canvas);
+    const middles = images.map(({ element, canvas }) => {
+      const [pane, stage] = [element, this.#stage].map((other) => other.getBoundingClientRect());
+      const bottom = Math.min(pane.bottom, stage.bottom);
+      const image = canvas.getBoundingClientRect();
+      const x = (pane.left + pane.width / 2 - image.left) / image.width;
+      const y = ((Math.max(pane.top, stage.top) + bottom) / 2 - image.top) / image.height;
+      return [x, Math.min(y, 1)];
+    });
+    this.#zoomLevel = Math.min(Math.max(this.#zoomLevel + by, 0), ZOOMS.length - 1);
+    this.#stage.classList.toggle("zoomed", this.#zoomLevel > 0);
+    this.#stage.style.setProperty("--zoom", ZOOMS[this.#zoomLevel]);
+    images.forEach(({ element, canvas }, i) => {
+      const [pane, image] = [element, canvas].map((other) => other.getBoundingClientRect());
+      const [x, y] = middles[i];
+      element.scrollLeft += image.left + x * image.width - pane.left - pane.width / 2;
+      element.scrollTop += image.top + y * image.height - pane.top - pane.height / 2;
+    });
+    this.#paint();
   }
 
   #controls() {
@@ -209,7 +254,7 @@ export class Viewer {
       pane.element.append(h("figcaption", {}, side.label));
     }
     const isTimed = hit.span?.unit === "seconds";
-    const isVisual = ["page", "image", "video"].includes(hit.modality);
+    const isVisual = hasImage(hit);
     const image = isVisual ? this.#imageArea(pane) : null;
     append(pane.element, [isTimed ? this.#timeArea(pane) : null, pane.frameLabel, image]);
     pane.textArea = h("div.text-area");
@@ -226,9 +271,19 @@ export class Viewer {
     replace(pane.textArea, pane.text.paragraph);
   }
 
+  /** Checks whether the item is the query: it matches itself everywhere, which is not shown. */
+  get #isQuery() {
+    const { item, box, times } = this.#context.state;
+    return item === this.#hit.item_id && !box && !times;
+  }
+
+  get #bestPassages() {
+    return this.#isQuery ? [] : (this.#hit.passages ?? []);
+  }
+
   /** Returns the best passages if they are those of the representation of a pane. */
   #framedPassages(pane) {
-    return pane.hits.includes(this.#hit) ? (this.#hit.passages ?? []) : [];
+    return pane.hits.includes(this.#hit) ? this.#bestPassages : [];
   }
 
   /** Scrolls to the best passage of a page, an image or a text. */
@@ -482,7 +537,8 @@ export class Viewer {
     replace(
       this.#details,
       h("div.region-offer"),
-      h("div.row", {}, similar, region, judge.buttons(hit)),
+      h("div.row.wrap", {}, similar, region, this.#file(), judge.buttons(hit)),
+      h("div.neighbours", { hidden: true, role: "list", "aria-label": "Similar items" }),
       h("h3", {}, "Score"),
       this.#scores(),
       this.#passages(),
@@ -498,6 +554,65 @@ export class Viewer {
     );
   }
 
+  /** Returns links to the file of the item, or a button that saves its text. */
+  #file() {
+    const hit = this.#hit;
+    const isFile = hasImage(hit) || hit.modality === "audio";
+    const file = (hit.parent_id || hit.item_id).split("/").at(-1);
+    const name = isFile ? file : `${file}.txt`;
+    const save = (label, load) => {
+      const button = h("button.quiet-button", { type: "button" }, label);
+      const failed = () => (button.textContent = "The file is not available");
+      button.addEventListener("click", () =>
+        load().then((content) => download(name, content), failed),
+      );
+      return button;
+    };
+    if (!isFile) {
+      return hit.text ? save("Download the text", async () => hit.text) : null;
+    }
+    const url = mediaUrl(this.#context.state.index, hit.item_id);
+    // A link cannot send an access key.
+    if (this.#context.hasKey) return save("Download", () => getBlob(url));
+    const href = hit.modality === "page" ? `${url}#page=${hit.span.start}` : url;
+    return [
+      h("a.quiet-button", { href, target: "_blank", rel: "noopener" }, "Open the file"),
+      h("a.quiet-button", { href: url, download: name }, "Download"),
+    ];
+  }
+
+  /** Shows the items that are most similar to this one. */
+  async #loadNeighbours() {
+    const { state, sides, canSearchItems } = this.#context;
+    if (!canSearchItems) return;
+    const { index, representation } = searchBody(state, null, sides[0].side);
+    const body = { index, representation, query: { item: this.#hit.item_id }, k: NUM_NEIGHBOURS + 1 };
+    let hits;
+    try {
+      ({ hits } = await search(body, this.#controller.signal));
+    } catch {
+      return; // the item has no vectors in this representation, or the view was closed
+    }
+    const holder = this.#details.querySelector(".neighbours");
+    const others = hits.filter((hit) => hit.item_id !== this.#hit.item_id).slice(0, NUM_NEIGHBOURS);
+    replace(holder, others.map((hit) => this.#neighbour(hit)));
+    holder.hidden = !others.length;
+  }
+
+  #neighbour(hit) {
+    const label = h("span.label", {}, [title(hit), place(hit.span)].filter(Boolean).join(", "));
+    const open = () => this.#page.open(hit.item_id);
+    const button = h("button", { type: "button", title: hit.item_id, on: { click: open } }, label);
+    if (hasImage(hit)) {
+      const image = h("img", { alt: "" });
+      const parameters = { width: NEIGHBOUR_WIDTH };
+      const url = previewUrl(this.#context.state.index, hit.item_id, parameters);
+      this.#media.load(image, url, () => image.remove());
+      button.prepend(image);
+    }
+    return h("div", { role: "listitem" }, button);
+  }
+
   /** Returns the score in each representation. */
   #scores() {
     const { sides } = this.#context;
@@ -511,7 +626,7 @@ export class Viewer {
 
   #passages() {
     const hit = this.#hit;
-    const passages = hit.passages ?? [];
+    const passages = this.#bestPassages;
     if (!passages.length) return null;
     const points = Array.from(hit.text ?? "");
     const rows = passages.map((passage, number) => {
@@ -590,8 +705,10 @@ export class Viewer {
     try {
       const response = await search(request, this.#controller.signal);
       pane.map = response.hits[0]?.map ?? null;
-      pane.words = pane.map?.words ?? [];
       pane.matches = response.hits[0]?.matches ?? [];
+      pane.representation = response.representation;
+      pane.words = pane.map ? shownWords(pane.map, pane.matches, response.representation) : [];
+      pane.isShared = hasSharedVectors(pane.words);
     } catch (error) {
       if (error.name === "AbortError") return;
       this.#note.textContent = `No similarity map: ${error.message}`;
@@ -604,10 +721,24 @@ export class Viewer {
       this.#paint();
       return;
     }
+    this.#explainEvidence();
     const inText = pane.words.filter((word) => word.span[0] >= 0);
     if (this.#hit.text && inText.length) this.#showText(pane, inText);
     if (pane === this.#panes.find((other) => other.map)) this.#fillTokens(pane);
     this.#paint();
+  }
+
+  /** Says by which vectors the words are compared, where a vector represents several words. */
+  #explainEvidence() {
+    const notes = this.#panes.map(({ map, isShared, representation }) => {
+      if (!map || !isShared) return null;
+      return map.evidence === representation
+        ? `A vector of ${representation} stands for several words, which are equally similar to a ` +
+            "query token. Coloured are the words of the vector that matches it."
+        : `Words are compared by their own vectors (${map.evidence}). Outlined are the words of ` +
+            `the vector of ${representation} that matches the query token.`;
+    });
+    this.#note.textContent = [...new Set(notes.filter(Boolean))].join(" ");
   }
 
   #fillTokens(pane) {
@@ -646,18 +777,32 @@ export class Viewer {
     this.#select(wordAt(pane.words, x, y, pane.seconds));
   }
 
-  #range(pane) {
+  /**
+   * Checks whether words of merged vectors are compared by their own vectors. The matches of the hits
+   * are those of the merged vectors, so they do not define a colour scale of all hits.
+   */
+  get #isByToken() {
+    return this.#panes.some(
+      ({ map, isShared, representation }) => isShared && map.evidence !== representation,
+    );
+  }
+
+  /** Returns the ends of the colour scale. */
+  #range(pane, token = this.#view.token) {
+    if (this.#isByToken) return wordRange(pane.words, token);
     const hits = [...pane.hits, { matches: pane.matches ?? [] }];
-    return this.#view.token === null ? contributionRange(hits) : similarityRange(hits);
+    return token === null ? contributionRange(hits) : similarityRange(hits);
   }
 
   #paint() {
     for (const pane of this.#panes) {
-      const view = { ...this.#view, range: this.#range(pane), seconds: pane.seconds };
+      const match = pane.isShared && pane.matches[this.#view.token];
+      const vector = match ? match.document_token : null;
+      const view = { ...this.#view, vector, range: this.#range(pane), seconds: pane.seconds };
       if (pane.canvas) {
         if (this.#view.regions) drawRegions(pane.canvas, pane.words, view);
         else drawBoxes(pane.canvas, pane.words, view);
-        (this.#hit.passages ?? []).forEach((passage, number) => {
+        this.#bestPassages.forEach((passage, number) => {
           const frame = pane.frames[number];
           if (frame) frame.hidden = !isVisible(passage, pane.seconds);
         });
@@ -686,22 +831,23 @@ export class Viewer {
     this.#legend.querySelector(".high").textContent = high.toFixed(2);
     this.#legend.classList.toggle("regions", this.#view.regions);
     const value = isAll ? "contribution to the score" : "similarity";
+    const scale = this.#isByToken ? "scale of this item" : "same scale for all hits";
     this.#legend.querySelector(".what").textContent = this.#view.regions
       ? "one colour for each stored vector"
-      : `${value}, same scale for all hits`;
+      : `${value}, ${scale}`;
   }
 
   /** Marks the shown and pinned tokens, and colours tokens by their similarity to the word. */
   #paintChips() {
     const { selected, token, pinned } = this.#view;
     const pane = this.#panes.find((other) => other.map);
-    const range = pane ? similarityRange([...pane.hits, { matches: pane.matches }]) : [0, 1];
     for (const button of this.#chips.children) {
       const number = button.dataset.token === "all" ? null : Number(button.dataset.token);
       button.setAttribute("aria-pressed", String(number === pinned));
       button.classList.toggle("shown", number === token);
       const value = selected && number !== null ? selected.similarities[number] : null;
-      const at = value === null || value === undefined ? null : position(value, range);
+      const isShown = value !== null && value !== undefined;
+      const at = isShown ? position(value, this.#range(pane, number)) : null;
       button.style.backgroundColor = at === null ? "" : css(at);
       button.style.color = at === null ? "" : textColour(at);
       button.title = at === null ? "" : `similarity ${value.toFixed(3)}`;
@@ -717,6 +863,8 @@ export class Viewer {
       event.preventDefault();
       this.#page.step(steps[event.key]);
     }
+    const zooms = { "-": -1, "+": 1, "=": 1, 0: -ZOOMS.length };
+    if (event.key in zooms && !event.ctrlKey && !event.metaKey) this.#zoom(zooms[event.key]);
     const frames = { ",": -1, ".": 1 };
     if (event.key in frames && this.#hit?.span?.unit === "seconds") {
       const rate = this.#item?.metadata?.fps || 25;

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pipeline.config import SpecError
 from pipeline.runtime.atomic import open_atomic
+from pipeline.search.candidates import EXACT
 from pipeline.search.scores import Score
 from pipeline.search.searcher import Searcher
 from pipeline.train.data.rows import Listing
@@ -64,7 +65,7 @@ def mine(
         for start in range(0, len(queries), QUERIES_PER_BATCH):
             texts = queries[start : start + QUERIES_PER_BATCH]
             k = last + max(len(positives[text]) for text in texts)
-            found = searcher.rank(texts, representation, k=k, score=score)
+            found = searcher.rank(texts, representation, k=k, score=score, candidates=EXACT)
             for text, ranking in zip(texts, found, strict=True):
                 others = [item_id for item_id in ranking.item_ids if item_id not in positives[text]]
                 candidates = others[first - 1 : last]

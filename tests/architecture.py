@@ -6,6 +6,7 @@ python -m tests.architecture        # updates the diagram
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,11 +21,22 @@ def part(path: Path) -> str:
     return path.relative_to(PIPELINE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yields the modules that a file imports, including imports inside functions."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def syntax(path: Path) -> ast.Module:
+    """Returns the syntax tree of a file, which is parsed once per process."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
+    """Returns the modules that a file imports, including imports inside functions."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    tree = syntax(path)
     if path == PIPELINE / "registry.py":  # skips TYPE_CHECKING imports
-        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
+        tree = ast.Module([node for node in tree.body if not isinstance(node, ast.If)], [])
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             if node.module != "pipeline":

@@ -18,11 +18,10 @@ import pytest
 import torch
 
 from pipeline.config import JobError, parse
-from pipeline.index import ITEMS
+from pipeline.index import EXECUTOR, ITEMS
 from pipeline.index.columns import Representation, encoder_fields, representation_fields
 from pipeline.index.info import EncoderInfo
 from pipeline.index.positions import encode_positions
-from pipeline.index.stage import REUSE_PROCESSES
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item, with_metadata
@@ -53,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests that need a missing GPU, and marks those that `make test-fast` omits.
 
@@ -71,6 +71,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             slow_groups.add(group)
     items.sort(key=lambda item: _group(item) not in slow_groups)
     items.sort(key=lambda item: _group(item) != "serve")
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Names bytes after their argument: archives contain the time when a process made them."""
+    return argname if isinstance(val, bytes) else None
 
 
 def _group(item: pytest.Item) -> str:
@@ -102,18 +107,18 @@ def cluster() -> Iterator[str]:
         logging_level="ERROR",
         object_store_memory=1 << 30,
     )
-    # Actors would start processes in each job. Jobs that tests start as processes have actors.
+    # Actors would start processes in each job. Jobs that tests start as processes use Ray.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(REUSE_PROCESSES, "1")
+        patch.setenv(EXECUTOR, "process")
         yield context.address_info["gcs_address"]
     ray.shutdown()
 
 
 @contextlib.contextmanager
 def actor_pools() -> Iterator[None]:
-    """Runs the stages of index jobs in actors, as outside of tests."""
+    """Runs jobs on the Ray cluster of the session instead of in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(REUSE_PROCESSES, "0")
+        patch.setenv(EXECUTOR, "ray")
         yield
 
 
@@ -149,6 +154,17 @@ def collection(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def blank_figures(monkeypatch) -> None:
+    """Writes figures of reports without drawing them, which takes half a second each."""
+    from matplotlib.figure import Figure
+
+    def save(figure: Figure, file, *, format: str, **options) -> None:
+        file.write(b"\x89PNG" if format == "png" else "<svg></svg>")
+
+    monkeypatch.setattr(Figure, "savefig", save)
+
+
+@pytest.fixture
 def network() -> Iterator[Network]:
     """Network without nodes."""
     try:
@@ -170,9 +186,8 @@ def start_job(
         port: Connection to a network through which it communicates.
         **environment: Additional environment variables.
     """
-    environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
-    for variable in ("RAY_ADDRESS", REUSE_PROCESSES):
-        environment.pop(variable, None)
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", EXECUTOR)}
+    environment = {**inherited, **environment, "PYTHONPATH": str(ROOT)}
     if address:
         environment["RAY_ADDRESS"] = address
     command = [sys.executable, "-m", *arguments]
@@ -187,19 +202,21 @@ def start_job(
 
 
 def run_jobs(*commands: Sequence[str], **environment: str) -> subprocess.CompletedProcess:
-    """Runs jobs in sequence on a separate cluster, whose workers have `environment`.
+    """Runs jobs in sequence in a process, or on a cluster of their own for the executor `ray`.
 
     Args:
         *commands: Command names with their arguments; execution stops at the first failure.
-        **environment: Additional environment variables.
+        **environment: Additional environment variables, which the workers have as well.
     """
+    context = "jobs.cluster(1 << 28)" if environment.get(EXECUTOR) == "ray" else "nullcontext()"
     code = (
+        "from contextlib import nullcontext\n"
         "import importlib, json, sys, jobs\n"
-        "with jobs.cluster(1 << 28):\n"
+        f"with {context}:\n"
         "    for verb, *arguments in json.loads(sys.argv[1]):\n"
         "        jobs.run(importlib.import_module(f'jobs.{verb}').main, arguments)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), EXECUTOR: "process", **environment}
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-c", code, json.dumps(commands)]
     return subprocess.run(

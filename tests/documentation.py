@@ -1,8 +1,8 @@
 """The fenced code blocks of the documentation, and the commands in them.
 
 A block of commands or Python is executed by the tests marked `heavy`, unless an HTML comment on the
-line before its fence says what it needs: `<!-- requires: gpu, time -->`. A block of YAML that
-begins with a comment such as `# my.yaml` provides the file of this name for the blocks after it.
+line before its fence says what it needs: `<!-- requires: gpu, time -->`. A block that begins with a
+comment such as `# my.yaml` or `# my.py` provides the file of this name for the blocks after it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ REQUIREMENTS = {
     "gpu": "a GPU",
     "hub": "a model hub",
     "network": "a package index",
+    "packages": "packages that are not installed",
     "server": "a running server",
     "time": "more than a few minutes",
 }
@@ -53,9 +54,9 @@ class Block:
 
     @property
     def file_name(self) -> str | None:
-        """Name of the file that a block of YAML provides."""
-        found = re.match(r"# ([\w-]+\.yaml)\b", self.text)
-        return found[1] if found and self.language == "yaml" else None
+        """Name of the file that a block of YAML or Python provides."""
+        found = re.match(r"# ([\w-]+\.(?:yaml|py))\b", self.text)
+        return found[1] if found and self.language in ("yaml", "python") else None
 
 
 def pages() -> list[Path]:

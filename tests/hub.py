@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 #: Files that the hub stores outside of git and serves by redirection.
 LARGE = (".safetensors", ".bin")
 #: Token of an account that has accepted the terms of gated repositories.
 TOKEN = "hf_accepted"
+ServerT = TypeVar("ServerT", bound=ThreadingHTTPServer)
 
 
 @dataclass
@@ -238,10 +239,9 @@ def _entry(folder: Path, path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serve(folder: Path) -> Iterator[Hub]:
-    """Runs a hub whose repositories are copied to `folder`."""
-    server = Hub(folder)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+def running(server: ServerT) -> Iterator[ServerT]:
+    """Runs a server in a thread."""
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield server
@@ -249,6 +249,11 @@ def serve(folder: Path) -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def serve(folder: Path) -> contextlib.AbstractContextManager[Hub]:
+    """Runs a hub whose repositories are copied to `folder`."""
+    return running(Hub(folder))
 
 
 @contextlib.contextmanager

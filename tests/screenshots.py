@@ -23,8 +23,11 @@ FOLDER = ROOT / "docs/tutorials/figures"
 QUESTION = "how many people have a severe disability"
 #: State of the page, width and height by the name of the file.
 VIEWS: dict[str, tuple[dict[str, str], int, int]] = {
+    "page-start": ({}, 1280, 900),
     "page-search": ({"q": QUESTION, "k": "6"}, 1280, 900),
     "page-map": ({"q": QUESTION, "open": "us-001.pdf#page=2"}, 1280, 900),
+    "page-merged": ({"q": QUESTION, "open": "us-001.pdf#page=2", "rep": "hpool_16"}, 1280, 900),
+    "page-collection": ({"view": "map"}, 1280, 900),
     "page-compare": (
         {"q": QUESTION, "view": "compare", "rep": "full", "rep2": "hpool_16", "k": "6"},
         1280,
@@ -41,8 +44,8 @@ def take(browser: Browser, url: str, name: str, folder: Path) -> None:
     browser.open(f"{url}/?{urlencode(state)}")
     browser.wait_for_results()
     browser.wait("document.querySelector('.facet .chip')")
-    if width < 500:
-        browser.run("document.querySelector('#options').open = false")
+    if not state:
+        browser.wait("document.querySelector('.samples img')")
     if "open" in state:
         browser.find("#viewer[open] .tokens .chip")
         browser.wait("document.querySelector('.image-area img').naturalWidth")
@@ -51,6 +54,8 @@ def take(browser: Browser, url: str, name: str, folder: Path) -> None:
             "chips.find((e) => e.textContent === 'disability').click();"
             "document.querySelector('.stage').scrollTop = 90;"
         )
+    if state.get("view") == "compare":
+        browser.wait("!document.querySelector('#comparison').textContent.includes('…')")
     browser.wait(
         "[...document.querySelectorAll('img')].every((e) => {"
         " const box = e.getBoundingClientRect();"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
 import io
@@ -21,7 +22,7 @@ from pydantic import BaseModel
 from docs.extensions.parsers import commands, parser
 from pipeline import registry
 from pipeline.registry import Registry
-from tests.architecture import PIPELINE, ROOT, modules
+from tests.architecture import PIPELINE, ROOT, modules, syntax
 from tests.bench.__main__ import BENCHES
 
 #: Folders whose code ships in the wheel.
@@ -49,12 +50,13 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
                     yield docstring
 
 
+@functools.cache
 def line_counts(path: Path) -> tuple[int, int]:
     """Returns the number of lines of code (no blanks, comments, docstrings) and of docstrings."""
     source = path.read_text(encoding="utf-8")
     documented = {
         line
-        for node in docstrings(ast.parse(source))
+        for node in docstrings(syntax(path))
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -81,7 +83,8 @@ def registries() -> list[Registry]:
 def fields() -> tuple[int, int]:
     """Returns the number of fields of the classes of specs, and of those of HTTP bodies."""
     for path in files(*SHIPPED):
-        if path.stem != "triton_kernels":  # Triton may not be installed
+        # Triton and the frameworks of retrievers may not be installed.
+        if path.stem != "triton_kernels" and path.parent.name != "retrievers":
             importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     counts: Counter[bool] = Counter()
     pending, seen = [BaseModel], set[type]()
@@ -101,7 +104,7 @@ def errors() -> tuple[int, int]:
     found = [
         node.end_lineno - node.lineno + 1
         for path in files(*SHIPPED)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(syntax(path))
         if isinstance(node, ast.Call) and node.end_lineno is not None
         for name in [node.func.id if isinstance(node.func, ast.Name) else ""]
         if name in MESSAGES
@@ -111,7 +114,7 @@ def errors() -> tuple[int, int]:
 
 def functions(path: Path) -> Iterator[tuple[int, str]]:
     """Yields the number of lines and the name of each function of a file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(syntax(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             yield length, f"{path.relative_to(ROOT)}:{node.name}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import shutil
 import subprocess
@@ -70,3 +72,27 @@ print(compressor.compress(batch).vectors[0].argmax(dim=1).tolist())
 """
     path = f"{site_packages}{os.pathsep}{ROOT}"
     assert run("-c", code, PYTHONPATH=path).strip() == "[0, 1, 4]"
+
+
+@pytest.mark.heavy  # indexes pages
+def test_notebook(tmp_path, monkeypatch):
+    """Runs the cells, and checks that `make notebook` has stored small outputs without errors."""
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    monkeypatch.chdir(tmp_path / "examples")
+    text = (EXAMPLES / "quickstart.ipynb").read_text(encoding="utf-8")
+    assert len(text) < 50_000
+    namespace: dict[str, object] = {}
+    shown = []
+    for cell in json.loads(text)["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        assert {output["output_type"] for output in cell["outputs"]} & {"stream", "execute_result"}
+        assert "error" not in {output["output_type"] for output in cell["outputs"]}
+        *statements, last = ast.parse("".join(cell["source"])).body
+        assert isinstance(last, ast.Expr)
+        exec(compile(ast.Module(statements, []), "cell", "exec"), namespace)
+        shown.append(eval(compile(ast.Expression(last.value), "cell", "eval"), namespace))
+    _, *hits, words = shown
+    assert len(hits) == 3 and all("<mark>" in found._repr_html_() for found in hits)
+    assert "rgba(" in words._repr_html_()

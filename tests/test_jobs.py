@@ -26,8 +26,9 @@ import yaml
 import jobs
 from jobs.__main__ import forms, verbs
 from jobs.search import PRECISIONS
+from pipeline.index import EXECUTOR
 from pipeline.index.lease import Lease
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.status import status
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from tests.conftest import ROOT, start_job
@@ -288,10 +289,10 @@ def spec(tmp_path: Path, collection) -> str:
     return str(tmp_path / "spec.yaml")
 
 
-@pytest.mark.parametrize("verb", ["index", "serve"])
+@pytest.mark.parametrize("verb", ["index", pytest.param("serve", marks=pytest.mark.heavy)])
 def test_sigterm_while_ray_starts(spec, index_uri, verb):
     arguments = {"index": [spec], "serve": [index_uri, "--port", str(free_port())]}[verb]
-    process = start_job(f"jobs.{verb}", *arguments)
+    process = start_job(f"jobs.{verb}", *arguments, **{EXECUTOR: "ray"})
     wait_for(process, lambda: children(process, "gcs_server"))
     process.send_signal(signal.SIGTERM)
     output, error = process.communicate(timeout=60)
@@ -313,7 +314,7 @@ def test_signal_during_a_fit(cluster, spec, tmp_path, number, code, message):
     _, error = process.communicate(timeout=60)
     assert process.returncode == code and error.startswith(message), error
     assert time.monotonic() - start < 10
-    lease = Lease.from_dataset(Index(str(tmp_path / "index")).dataset)
+    lease = Lease.from_dataset(IndexReader(str(tmp_path / "index")).dataset)
     assert lease is not None and lease.owner == ""
 
 
@@ -486,7 +487,7 @@ def test_submits_the_index_job(head, tmp_path, collection):
         done = submit("representations.0.id=uncompressed")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "listed 2 = indexed 2 (2 new, 0 replaced, 0 unchanged) + rejected 0" in done.stdout
-    table = Index(str(tmp_path / "index")).dataset.to_table()
+    table = IndexReader(str(tmp_path / "index")).dataset.to_table()
     assert sorted(table["item_id"].to_pylist()) == ["a", "b"]
     assert [len(vectors) for vectors in table["uncompressed"].to_pylist()] == [6, 6]
     (job,) = status(str(tmp_path / "index"))["jobs"]
@@ -494,12 +495,13 @@ def test_submits_the_index_job(head, tmp_path, collection):
     assert json.loads((tmp_path / f"index/jobs/{job['job']}/summary.json").read_text()) == job
 
 
-def test_folders_of_the_same_names_in_the_working_directory(index_uri, tmp_path):
+@pytest.mark.parametrize("more", [[], pytest.param(["--actors", "1"], marks=pytest.mark.heavy)])
+def test_folders_of_the_same_names_in_the_working_directory(index_uri, tmp_path, more):
     """Neither a job of `maxray` nor its workers import modules of another project."""
     for name in ("jobs", "pipeline"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('another project')")
-    command = [sys.executable, "-P", "-m", "jobs", "search", index_uri, "lift", "--actors", "1"]
+    command = [sys.executable, "-P", "-m", "jobs", "search", index_uri, "lift", *more]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(

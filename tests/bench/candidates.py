@@ -247,7 +247,7 @@ def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[f
     """Builds a generator. Returns the seconds it takes and the bytes per item of its codes."""
     from pipeline.config import parse
     from pipeline.index import add
-    from pipeline.index.reader import Index
+    from pipeline.index.reader import IndexReader
     from pipeline.search import candidates_job
 
     spec = parse(candidates_job.CandidatesJobSpec, {"index": uri, "generator": generator})
@@ -258,7 +258,7 @@ def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[f
         report=jobs.say,
     )
     seconds = time.perf_counter() - start
-    index = Index(uri)
+    index = IndexReader(uri)
     infos = index.candidates_columns.values()
     (column,) = (info.name for info in infos if info.generator_name == generator["name"])
     fitted = index.generator(column)

@@ -21,7 +21,7 @@ import jobs
 from pipeline.index import maintain
 from pipeline.index.fragments import write_table
 from pipeline.index.maintain import MaintainSpec
-from pipeline.index.reader import ITEMS, Index, part_uri
+from pipeline.index.reader import ITEMS, IndexReader, part_uri
 from pipeline.index.writer import IndexWriter
 from pipeline.schema import ITEM, REJECT, Item, Reject
 from tests.bench.harness import Bench, Repeats, seconds_of, table
@@ -89,8 +89,8 @@ def measure(uri: str, num_fragments: int, repeats: int) -> dict[str, Repeats]:
         "renewal": lambda i: writer.renew(),
         "renewal by a commit": lambda i: writer.dataset.update_config({"bench": str(i)}),
         "rejects": lambda i: writer.set_rejects(rejects[i], [f"unknown-{i}"]),
-        "open": lambda i: Index(uri),
-        "filter": lambda i: _filter(Index(uri)),
+        "open": lambda i: IndexReader(uri),
+        "filter": lambda i: _filter(IndexReader(uri)),
     }
     times = {name: _repeat(call, repeats) for name, call in calls.items()}
     writer.release()
@@ -118,10 +118,10 @@ def small_jobs(folder: str, num_jobs: int, repeats: int) -> dict[str, dict[str, 
 
 
 def _measure_index(uri: str, repeats: int) -> dict[str, Any]:
-    num_fragments = len(Index(uri).fragments())
+    num_fragments = len(IndexReader(uri).fragments())
     times = {
-        "open": _repeat(lambda i: Index(uri), repeats),
-        "filter": _repeat(lambda i: _filter(Index(uri)), repeats),
+        "open": _repeat(lambda i: IndexReader(uri), repeats),
+        "filter": _repeat(lambda i: _filter(IndexReader(uri)), repeats),
     }
     writer = IndexWriter(uri, "measure")
     tables = [_items(i, 1) for i in range(repeats)]
@@ -134,7 +134,7 @@ def _measure_index(uri: str, repeats: int) -> dict[str, Any]:
     return {"fragments": num_fragments, "commit": commits, **times}
 
 
-def _filter(index: Index) -> None:
+def _filter(index: IndexReader) -> None:
     assert not index.dataset.to_table(columns=["item_id"], filter=FILTER).num_rows
 
 

@@ -11,7 +11,6 @@ unit. All actors have started before the first unit is read.
 
 from __future__ import annotations
 
-import pickle
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,9 +23,10 @@ import pyarrow as pa
 import ray
 
 import jobs
-from pipeline.index.session import configure_ray_data, iter_rows
-from pipeline.index.stage import Processed, Profile, Resources, Stage, Unit, chain
-from pipeline.index.stream import unit_dataset, write_units
+from pipeline.index.executor import Stream
+from pipeline.index.ray_data import OnRay
+from pipeline.index.spec import IndexResources
+from pipeline.index.stage import Processed, Resources, Stage, Unit
 from pipeline.index.units import UnitRange
 from pipeline.index.writer import open_or_create
 from pipeline.schema import ITEM, Item
@@ -133,26 +133,30 @@ def _measure(
 
 def _run(setting: Setting, num_units: int, index: str) -> dict[str, float]:
     open_or_create(index)
-    configure_ray_data(Profile(block_bytes=setting.block_bytes, backpressure_ratio=setting.ratio))
     ray.data.DataContext.get_current().wait_for_min_actors_s = 300
     pool = Resources(
         num_cpus=RESERVED_CPUS,
         min_actors=setting.actors,
         max_actors=setting.actors,
         max_in_flight=setting.max_in_flight,
-        reuse_processes=False,
     )
-    shared = Resources(num_cpus=RESERVED_CPUS, max_actors=2, reuse_processes=False)
+    shared = Resources(num_cpus=RESERVED_CPUS, max_actors=2)
+    profile = IndexResources(
+        read=shared,
+        encode=pool,
+        write=shared,
+        block_bytes=setting.block_bytes,
+        backpressure_ratio=setting.ratio,
+    )
     read = partial(_read, num_units, setting.shards, bool(setting.sleep_s))
     ranges = [UnitRange(shard) for shard in range(setting.shards)]
-    units = unit_dataset(read, ranges, shared)
-    processed = chain(units, [([_Sleep(setting.sleep_s)], pool)], ITEM.names)
-    written = write_units(processed, index, shared, FRAGMENT_UNITS, FRAGMENT_BYTES)
+    groups = [([_Sleep(setting.sleep_s)], pool)]
+    stream = Stream(index, read, ranges, groups, ITEM.names, FRAGMENT_UNITS, FRAGMENT_BYTES)
     arrivals: list[tuple[float, float, int]] = []
     num_done = 0
-    for row in iter_rows(written):
-        if row is not None:
-            num_done += len(pickle.loads(row["written"]).units)
+    for written in OnRay().written(stream, profile):
+        if written is not None:
+            num_done += len(written.units)
             arrivals.append((time.perf_counter(), cpu_seconds(), num_done))
     first, last = (round(share * (len(arrivals) - 1)) for share in MEASURED)
     (start, cpu_start, done_start), (end, cpu_end, done_end) = arrivals[first], arrivals[last]

@@ -22,6 +22,7 @@ import ray
 import jobs
 from pipeline.index import listing, tasks
 from pipeline.index.listing import ListingJob
+from pipeline.index.ray_data import WAITING_VALUES
 from pipeline.registry import SOURCES
 from tests.bench.harness import Bench, Repeats, cpu_seconds, peak_bytes, table
 
@@ -95,7 +96,7 @@ def _run(folders: int, files: int, latency: float) -> dict[str, float]:
     source = SOURCES.resolve({"name": "video", "path": "simulated://bucket/videos"})
     job = ListingJob("", "", source, "", wants=("frames",))
     options: dict[str, Any] = {"num_cpus": 0, "num_returns": "streaming"}
-    options["_generator_backpressure_num_objects"] = tasks.WAITING_MESSAGES
+    options["_generator_backpressure_num_objects"] = WAITING_VALUES
     start, cpu_start = time.perf_counter(), cpu_seconds()
     messages: Any = _plan.options(**options).remote(job, folders, files, latency)
     num_shards = sum(len(ray.get(message)) for message in messages)

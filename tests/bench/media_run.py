@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,9 @@ def source_of(kind: str, path: str) -> Video | Audio:
 
 def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
     """Measures the source stage of the index job without its start-up time."""
-    from pipeline.index import listing
-    from pipeline.index.session import configure_ray_data, iter_rows
+    from pipeline.index import listing, unit_reader
+    from pipeline.index.ray_data import configure, rows_of, unit_dataset
     from pipeline.index.stage import Resources
-    from pipeline.index.stream import read_units
 
     source = source_of(kind, path)
     with tempfile.TemporaryDirectory() as folder, jobs.cluster():
@@ -71,10 +71,10 @@ def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
             f"{folder}/index", f"{folder}/job", source.spec, "", (), source.wants
         )
         ranges = [r for tally in listing.list_source(listed) for r in tally.ranges]
-        configure_ray_data()
+        configure()
         pool = Resources(num_cpus=1, max_actors=processes)
         # As in the index job, an actor receives the blocks.
-        counted = read_units(listed, ranges, pool).map_batches(
+        counted = unit_dataset(partial(unit_reader.read_units, listed), ranges, pool).map_batches(
             Count,
             fn_constructor_kwargs={"kind": kind},
             batch_size=1,
@@ -83,7 +83,7 @@ def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
             compute=ray.data.ActorPoolStrategy(size=1),
             num_cpus=0,
         )
-        rows = [row for row in iter_rows(counted) if row is not None]
+        rows = [row for row in rows_of(counted) if row is not None]
     ends = sorted((row["when"], row["amount"]) for row in rows)
     amount = sum(amount for _, amount in ends[1:])
     return {"amount": amount, "seconds": ends[-1][0] - ends[0][0]}

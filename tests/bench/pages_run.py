@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,18 @@ def main() -> None:
 
 def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
     """Measures the source stage of the index job without its start-up time."""
-    from pipeline.index import listing
-    from pipeline.index.session import configure_ray_data, iter_rows
+    from pipeline.index import listing, unit_reader
+    from pipeline.index.ray_data import configure, rows_of, unit_dataset
     from pipeline.index.stage import Resources, from_ipc
-    from pipeline.index.stream import read_units
 
     with tempfile.TemporaryDirectory() as folder, jobs.cluster():
         listed = listing.ListingJob(f"{folder}/index", f"{folder}/job", spec, "", (), NEEDS)
         ranges = [r for tally in listing.list_source(listed) for r in tally.ranges]
-        configure_ray_data()
+        configure()
         pool = Resources(num_cpus=1, max_actors=processes)
         arrivals = [
             (from_ipc(row["items"]).num_rows, time.perf_counter())
-            for row in iter_rows(read_units(listed, ranges, pool))
+            for row in rows_of(unit_dataset(partial(unit_reader.read_units, listed), ranges, pool))
             if row is not None
         ]
     pages = sum(num_pages for num_pages, _ in arrivals[1:])

@@ -15,7 +15,7 @@ from pipeline.config import SpecError
 from pipeline.index import LEASE
 from pipeline.index.artefacts import load_artefact
 from pipeline.index.lease import Lease
-from pipeline.index.reader import Index, open_folder
+from pipeline.index.reader import IndexReader, open_folder
 
 #: Rows that are read at the same time.
 BATCH_ROWS = 256
@@ -67,7 +67,7 @@ class Differences:
 
 def contents(uri: str) -> Contents:
     """Reads an index completely."""
-    index = Index(uri)
+    index = IndexReader(uri)
     columns, artefacts = {}, set()
     for column in index.schema:
         metadata = column.metadata or {}
@@ -134,7 +134,7 @@ def differences(actual: Contents, expected: Contents) -> Differences:
 
 def accounting(uri: str, listed: Collection[str]) -> Differences:
     """Checks that each listed item is indexed or rejected exactly once."""
-    index, found = Index(uri), Differences()
+    index, found = IndexReader(uri), Differences()
     indexed = Counter(
         item_id for batch in index.batches(["item_id"]) for item_id in batch["item_id"].to_pylist()
     )
@@ -165,7 +165,7 @@ def accounting_of_job(summary: Mapping[str, Any]) -> list[str]:
 
 def orphaned_leases(uri: str) -> list[str]:
     """Returns sentences about leases that remain although no job is running."""
-    lease, found = Lease.from_dataset(Index(uri).dataset), []
+    lease, found = Lease.from_dataset(IndexReader(uri).dataset), []
     if lease is not None and lease.owner:
         found.append(f"the lease is held by {lease.describe()}")
     storage, path = open_folder(uri, LEASE)

@@ -68,7 +68,7 @@ def head(tmp_path_factory) -> Iterator[Head]:
     sessions = tempfile.mkdtemp(prefix="ray")  # short, because socket paths are limited
     write_image_folder(folder)
     (folder / "token").write_text("0" * 64)
-    unset = {"RAY_ADDRESS", "MAXRAY_REUSE_PROCESSES"}
+    unset = {"RAY_ADDRESS", "MAXRAY_EXECUTOR"}
     environment = {name: value for name, value in os.environ.items() if name not in unset} | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),

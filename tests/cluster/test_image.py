@@ -57,8 +57,9 @@ def copied() -> list[str]:
 
 def test_versions_are_those_of_the_package():
     arguments = dict(a.partition("=")[::2] for a in values("ARG") if "=" in a)
-    (ray,) = (d for d in PYPROJECT["project"]["dependencies"] if d.startswith("ray["))
-    assert ray.endswith(f"=={arguments['RAY_VERSION']}")
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    (ray,) = (package["version"] for package in lock["package"] if package["name"] == "ray")
+    assert ray == arguments["RAY_VERSION"]
     assert f"torch=={arguments['TORCH']}\n" in MAKEFILE
     python = re.fullmatch(r"py3(\d+)", arguments["PYTHON"])[1]
     assert PYPROJECT["project"]["requires-python"] == ">=3.11,<3.13" and python in ("11", "12")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import shlex
 import subprocess
+import tomllib
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from docs.extensions.parsers import PROFILES, SPECS, parser
 from pipeline import config
@@ -192,8 +193,11 @@ def test_documented_config_map_contains_the_variables_of_traces():
 
 
 def test_versions_are_those_of_the_package():
-    requirements = importlib.metadata.requires("maxray") or []
-    (ray_version,) = (r.partition("==")[2] for r in requirements if r.startswith("ray["))
+    packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    (ray_version,) = (package["version"] for package in packages if package["name"] == "ray")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (requirement,) = map(Requirement, project["optional-dependencies"]["ray"])
+    assert ray_version in requirement.specifier
     assert {cluster["rayVersion"] for cluster in CLUSTERS.values()} == {ray_version}
     texts = {path: path.read_text() for path in (ROOT / "cluster").rglob("*.*") if path.is_file()}
     for path, text in texts.items():

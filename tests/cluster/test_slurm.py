@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from tests.conftest import ROOT
 from tests.test_documentation import check_command
 
@@ -67,10 +67,10 @@ def test_slurm_script_runs_a_job_that_commits_on_sigterm(tmp_path, slurm_job):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 143, f"{out[-3000:]}\n{err[-3000:]}"
-    number = Index(f"{tmp_path}/index").dataset.count_rows()
+    number = IndexReader(f"{tmp_path}/index").dataset.count_rows()
     assert 0 < number < 1000
 
     process = slurm_job("index", *spec, "--limit", str(number + 1))
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, f"{out[-3000:]}\n{err[-3000:]}"
-    assert Index(f"{tmp_path}/index").dataset.count_rows() >= number
+    assert IndexReader(f"{tmp_path}/index").dataset.count_rows() >= number

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from tests.cluster import manifests
 from tests.cluster.conftest import NUM_ITEMS, RAY, Head
 
@@ -38,7 +38,7 @@ def test_jobs_run_in_order(head, tmp_path):
     for name in ("index", "recompress", "candidates", "evaluate", "maintain"):
         output = submit(f"{name}-job-RayJob", tmp_path, head)
         assert "succeeded" in output, output
-    index = Index(str(tmp_path / "cranfield/index"))
+    index = IndexReader(str(tmp_path / "cranfield/index"))
     assert index.dataset.count_rows() == NUM_ITEMS
     assert {"hpool_32", "hpool_64", "samer_8"} <= index.representations().keys()
     evaluation = tmp_path / "cranfield/evaluation"
@@ -46,7 +46,7 @@ def test_jobs_run_in_order(head, tmp_path):
 
     output = submit("nightly-cronjob-RayCronJob", tmp_path, head)
     assert "succeeded" in output, output
-    assert Index(str(tmp_path / "cranfield/index")).dataset.count_rows() == NUM_ITEMS
+    assert IndexReader(str(tmp_path / "cranfield/index")).dataset.count_rows() == NUM_ITEMS
 
 
 def test_a_job_without_the_token_is_rejected(head):

@@ -8,13 +8,15 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 from PIL import Image
 from transformers import AutoModel, AutoTokenizer, ColPaliForRetrieval, ColPaliProcessor
+
+from tests.hub import running
 
 #: Name under which the server serves its model.
 MODEL = "tiny/model"
@@ -170,14 +172,6 @@ class Handler(BaseHTTPRequestHandler):
         """Writes no log."""
 
 
-@contextlib.contextmanager
-def serve(model: Any) -> Iterator[Server]:
+def serve(model: Any) -> contextlib.AbstractContextManager[Server]:
     """Serves a model at a free port."""
-    server = Server(model)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+    return running(Server(model))

@@ -121,6 +121,24 @@ def test_texts_as_documents_have_the_vectors_of_queries(build, encoder, family):
         assert_close(batch.vectors[batch.mask], expected)
 
 
+def test_long_texts_are_truncated_as_by_transformers(build, checkpoint, encoder, family):
+    text = "heat " * 40
+    with pytest.raises(SpecError, match="a text of at most 16 tokens"):
+        encoder.encode_queries([text])
+    truncating = build(family, documents="text", overlong="truncate")
+    assert truncating.fingerprint == encoder.fingerprint
+    model_class, processor_class = CLASSES[family]
+    processor = processor_class.from_pretrained(checkpoint(family))
+    options = {"truncation": True, "padding": "max_length", "max_length": 16}
+    inputs = processor.tokenizer([text], return_tensors="pt", **options)["input_ids"]
+    with torch.no_grad():
+        model = model_class.from_pretrained(checkpoint(family)).eval()
+        expected = normalise(model.get_text_features(inputs).pooler_output)
+    assert_close(truncating.encode_queries([text]).tokens.pooled, expected)
+    (batch,) = encode_items(truncating, pa.table({"item_id": ["a"], "text": [text]}))
+    assert_close(batch.pooled, expected)
+
+
 @pytest.mark.parametrize("layer", [0, 1, 2, 3, -1, -4])
 def test_selects_the_layer(build, reference, family, layer):
     (image,), items = make_images((40, 30))

@@ -12,8 +12,10 @@ from transformers import ColPaliForRetrieval
 from transformers.utils import is_flash_attn_2_available
 
 from pipeline.config import SpecError
+from pipeline.encoders.loading import presets
 from pipeline.registry import ENCODERS
 from tests.images import make_images
+from tests.peers import remake
 
 
 @pytest.fixture
@@ -59,6 +61,29 @@ def test_pickled_weights_are_not_loaded(folder):
     assert "pickled weights are not loaded" in str(check_error(resolve(folder)))
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE"}, "added_tokens": []}'),
+        ("processor_config.json", "3"),
+    ],
+)
+def test_check_rejects_invalid_processors(folder, file, content):
+    (folder / file).write_text(content)
+    assert "has no usable processor" in str(check_error(resolve(folder)))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"vocab_size": -1}]
+)
+def test_rejects_invalid_settings(folder, fields):
+    settings = json.loads((folder / "config.json").read_text())
+    settings["vlm_config"]["text_config"] |= fields
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(SpecError, match="cannot be loaded"):
+        ENCODERS.build(resolve(folder))
+
+
 def test_check_rejects_unknown_model_types(folder):
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "model_type": "mystery"}))
@@ -83,6 +108,21 @@ def test_rejects_unavailable_flash_attention(checkpoint):
 def test_check_rejects_missing_checkpoints(model):
     error = check_error(resolve(model))
     assert error.field == "model" and error.value == model
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "field", "value"),
+    [
+        ("colpali", "tencent/EVIE-8B", "bidirectional", True),
+        ("colpali", "vidore/colqwen2-v1.0", "query_prefix", ""),
+        ("qwen_omni", "Tevatron/OmniEmbed-v0.1", "interleave", False),
+    ],
+)
+def test_published_models_need_what_their_files_do_not_tell(name, model, field, value):
+    error = check_error(resolve(model, name=name))
+    assert error.field == field and f"`maxray plan --model {model}` prints its spec" in str(error)
+    error = check_error(resolve(model, name=name, **presets()[model] | {field: value}))
+    assert error.field == "model" and "hub" in str(error)  # which is not reached here
 
 
 def test_rejects_missing_weights(folder):
@@ -290,6 +330,31 @@ def test_names_the_encoder_of_a_late_interaction_model(checkpoint, tmp_path):
     assert "custom_text_proj.weight; the encoder colpali reads ColQwen2.5" in str(error)
 
 
+#: Name of the whole projection in an adapter.
+PROJECTION = "base_model.model.embedding_proj_layer.weight"
+
+
+def test_a_projection_of_jina_is_not_dropped(checkpoint):
+    with pytest.raises(SpecError, match="does not use: multi_vector_projector"):
+        ENCODERS.build(resolve(checkpoint("jina_v4"), name="qwen_vl"))
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 32), (32,), ()])
+def test_rejects_a_projection_that_is_no_matrix(tmp_path, shape):
+    folder = remake.checkpoint("colqwen2", tmp_path) / "base"
+    projection = {"custom_text_proj.weight": torch.zeros(shape)}
+    edit_weights(folder, lambda w: w | projection, "model.safetensors")
+    with pytest.raises(SpecError, match="has custom_text_proj"):
+        ENCODERS.build(resolve(folder))
+
+
+def test_check_rejects_the_processor_of_another_family(tmp_path):
+    folder = remake.checkpoint("colqwen2", tmp_path) / "base"
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "model_type": "idefics3"}))
+    assert "a ColIdefics3 whose processor reads images" in str(check_error(resolve(folder)))
+
+
 def edit_weights(folder: Path, change, name: str = "adapter_model.safetensors") -> None:
     from safetensors.torch import load_file, save_file
 
@@ -304,14 +369,64 @@ def edit_weights(folder: Path, change, name: str = "adapter_model.safetensors") 
         (lambda w: {n: w[n] for n in w if "layers.1." not in n}, "no weights of the layer .*rs.1"),
         (lambda w: w | {"base_model.model.nowhere.lora_A.weight": torch.zeros(4, 4)}, "nowhere"),
         (lambda w: w | {min(w): torch.zeros(3, 3)}, r"size mismatch .*\[3, 3\]"),
+        (lambda w: w | {PROJECTION: torch.zeros(1)}, "of shape 1 instead of 16 x 32"),
     ],
-    ids=["missing tensors", "other names", "missing layer", "additional layer", "other shape"],
+    ids=[
+        *("missing tensors", "other names", "missing layer", "additional layer", "other shape"),
+        "whole layer of another shape",
+    ],
 )
 def test_rejects_adapter_that_fits_partially(checkpoint, adapter, change, message):
     edit_weights(adapter, change)
     with pytest.raises(SpecError, match=message) as caught:
         ENCODERS.build(resolve(checkpoint("colpali"), adapter=str(adapter)))
     assert caught.value.field == "adapter" and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": "(.*q_proj"}, "cannot be read"),
+        ({"target_modules": 3}, "cannot be read"),
+        ({"rank_pattern": [1]}, "cannot be read"),
+        ({"r": "four"}, "cannot be read"),
+    ],
+)
+def test_rejects_invalid_settings_of_an_adapter(checkpoint, adapter, settings, message):
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    with pytest.raises(SpecError, match=message):
+        ENCODERS.build(resolve(checkpoint("colpali"), adapter=str(adapter)))
+
+
+def test_rejects_an_adapter_that_would_be_merged_twice(adapter):
+    error = check_error(resolve(adapter, adapter=str(adapter)))
+    assert error.field == "adapter" and "another adapter than model" in str(error)
+
+
+def test_an_adapter_beside_a_whole_model(folder, checkpoint, adapter):
+    """It is loaded with its base, as transformers does. Merging it here would apply it twice."""
+    expected = ENCODERS.build(resolve(adapter))
+    edit_weights(folder, lambda w: {n: t * 2 for n, t in w.items()}, "model.safetensors")
+    for path in adapter.iterdir():
+        shutil.copy(path, folder)
+    _, items = make_images((40, 40))
+    ((_, batch),), ((_, other),) = (
+        ENCODERS.build(resolve(folder)).encode(items),
+        expected.encode(items),
+    )
+    assert torch.equal(batch.vectors, other.vectors)
+    (folder / "adapter_model.safetensors").unlink()
+    assert "; if it is a whole model, remove its adapter_config" in str(
+        check_error(resolve(folder))
+    )
+
+
+def test_rejects_an_adapter_without_the_projection_that_it_trained(tmp_path):
+    folder = remake.checkpoint("colqwen2", tmp_path) / "adapter"
+    edit_weights(folder, lambda w: {n: w[n] for n in w if "custom_text_proj" not in n})
+    with pytest.raises(SpecError, match="has no weights of the layer custom_text_proj"):
+        ENCODERS.build(resolve(folder))
 
 
 def test_rejects_pickled_adapter(checkpoint, adapter):

@@ -99,6 +99,11 @@ def test_boxes_of_patches_follow_the_crop(make, tmp_path):
         ("model_cfg", "embed_dim", 8, "of shape 24 x 16 instead of 8 x 16"),
         ("model_cfg", "vision_cfg", 3, "a checkpoint with a valid open_clip_config.json"),
         ("", "model_cfg", None, "a checkpoint with a valid open_clip_config.json"),
+        ("model_cfg.vision_cfg", "head_width", 0, "a checkpoint with a valid open_clip_config"),
+        ("preprocess_cfg", "mean", [0.5], "a checkpoint with a valid open_clip_config.json"),
+        ("preprocess_cfg", "size", "big", "a checkpoint with a valid open_clip_config.json"),
+        ("model_cfg.text_cfg", "heads", 7, "a checkpoint with a valid open_clip_config.json"),
+        ("model_cfg", "embed_dim", "wide", "a checkpoint with a valid open_clip_config.json"),
     ],
 )
 def test_rejects_other_architectures(make, tmp_path, section, field, value, message):
@@ -109,6 +114,16 @@ def test_rejects_other_architectures(make, tmp_path, section, field, value, mess
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert caught.value.field == "model" and caught.value.value == str(folder)
     assert not (tmp_path / "clip").exists()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"x" * 9999])
+def test_rejects_corrupted_weights(make, tmp_path, content):
+    folder = make("quick_gelu")
+    path = folder / "open_clip_model.safetensors"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(SpecError) as caught:
+        convert(str(folder), str(tmp_path / "clip"), None, convert_to_clip, print)
+    assert caught.value.field == "model" and "\n" not in str(caught.value)
 
 
 def test_rejects_a_folder_without_tokenizer(make, tmp_path):

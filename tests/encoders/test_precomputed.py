@@ -90,4 +90,4 @@ def test_required_fields(field):
     fields = {"dim": 2, "label": "mine"}
     del fields[field]
     with pytest.raises(SpecError, match=f"field '{field}' is required"):
-        config.parse(Precomputed.Spec, fields)
+        Precomputed(config.parse(Precomputed.Spec, fields))

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.eval.diagnose import uncompressed_representation
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from tests.conftest import write_index
 
 HPOOL = {"compressor": {"name": "hpool", "num_vectors": 2}}
@@ -21,7 +21,7 @@ HPOOL = {"compressor": {"name": "hpool", "num_vectors": 2}}
 def test_reference_codec(tmp_path, codecs, reference):
     full = [{"compressor": "none", "codec": codec} for codec in codecs]
     write_index(str(tmp_path), [*full, {**HPOOL, "codec": "binary"}, HPOOL])
-    index = Index(str(tmp_path))
+    index = IndexReader(str(tmp_path))
     assert uncompressed_representation(index, "hpool_2") == reference
     # Scores of binary vectors have another scale.
     assert uncompressed_representation(index, "hpool_2_binary") is None

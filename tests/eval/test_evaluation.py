@@ -16,6 +16,8 @@ from pipeline.eval.spec import EvaluateSpec
 from pipeline.registry import COMPRESSORS
 from tests.conftest import ROOT, write_index
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
 QUERIES = {"1": "the lift of a wing", "b": "how to bake bread", "h": "heat at the nose of a body"}
 QRELS = {"1": "wing", "b": "bread", "h": "heat"}
 
@@ -138,6 +140,12 @@ def test_representations_of_packages_that_are_not_installed(spec, tmp_path, monk
     monkeypatch.setitem(COMPRESSORS._all, "first_last", "nowhere_to_be_found:FirstLast")
     (note,) = (n for n in run(spec, lambda line: None).notes if "no rows for" in n)
     assert note.endswith("which needs the missing module 'nowhere_to_be_found'")
+
+
+def test_grounding_needs_maxsim_rows(spec):
+    fields = {**config.dump(spec), "scores": ["single_vector"], "grounding": {"num_phrases": 3}}
+    notes = run(config.parse(EvaluateSpec, fields), lambda line: None).notes
+    assert "no grounding: no row has the score maxsim" in notes
 
 
 def test_planned_comparisons(spec):

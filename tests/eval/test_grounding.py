@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.config import SpecError
 from pipeline.eval import Phrase
 from pipeline.eval.evaluation import run
@@ -26,6 +26,7 @@ from pipeline.eval.report import html
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.search.searcher import open_index
 from tests.pdfs import Page, pdf
 
 pytestmark = pytest.mark.heavy

@@ -8,12 +8,12 @@ import pytest
 from pipeline.config import SpecError
 from pipeline.eval import JudgedQueries
 from pipeline.eval.level import judged_level
-from pipeline.index.reader import ITEMS, Index
+from pipeline.index.reader import ITEMS, IndexReader
 
 
 def detect(uri, *documents, level="auto", filter=None):
     judged = JudgedQueries({"q": "text"}, {"q": dict.fromkeys(documents, 1)}, 0, 0)
-    return judged_level(Index(uri), judged, level, filter)
+    return judged_level(IndexReader(uri), judged, level, filter)
 
 
 @pytest.mark.parametrize(

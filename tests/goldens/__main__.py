@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jobs
-from pipeline.index.stage import REUSE_PROCESSES
+from pipeline.index import EXECUTOR
 from tests.conftest import ROOT
 from tests.goldens import files, http, indexes, learners, surface, tables
 
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("verb", choices=["write", "check"])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     args = parser.parse_args()
-    os.environ[REUSE_PROCESSES] = "1"  # an actor would start a process in each job
+    os.environ[EXECUTOR] = "process"  # an actor would start a process in each job
     os.environ["MAXRAY_CACHE"] = str(indexes.folder() / "cache")
     num_differences = 0
     with contextlib.ExitStack() as stack:

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import yaml
 
 from examples.papers.synthetic.shapes_files import write_collection
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.registry import CANDIDATES, CODECS, COMPRESSORS
 from pipeline.schema import column_metadata
 from tests.conftest import ROOT
@@ -203,7 +203,7 @@ def columns() -> dict[str, Any]:
     """Returns the digests and the metadata of all columns, in the order of the item ids."""
     found: dict[str, Any] = {}
     for index, create in INDEXES.items():
-        dataset = Index(create()).dataset
+        dataset = IndexReader(create()).dataset
         table = dataset.to_table().sort_by("item_id").combine_chunks()
         found[index] = {"items": table["item_id"].to_pylist()}
         for field in table.schema:

@@ -13,7 +13,7 @@ from tests.goldens.indexes import folder, number
 
 
 def tables() -> dict[str, Any]:
-    """Returns the cells of the tables, which share models and indexes."""
+    """Returns the cells of the tables, which share models and indexes, without times."""
     found: dict[str, Any] = {}
     for paper, table in sorted(DEFAULT):
         output = str(folder() / "miniatures")
@@ -23,5 +23,6 @@ def tables() -> dict[str, Any]:
         path = folder() / f"miniatures/papers/{paper}/{table}/table.csv"
         with path.open(encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                cells[f"{row['row']} / {row['column']}"] = number(row["ours"])
+                if "ms, " not in row["column"]:
+                    cells[f"{row['row']} / {row['column']}"] = number(row["ours"])
     return found

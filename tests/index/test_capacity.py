@@ -13,7 +13,6 @@ NODES = [
     {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0, "memory": 16e9}},
     {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0, "memory": 512e9}},
 ]
-PROCESSES = {"reuse_processes": False}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +33,7 @@ PROCESSES = {"reuse_processes": False}
         ({"read": {"num_cpus": 16}}, NODES, "read.num_cpus must be at most 8, the number"),
         ({"write": {"memory_bytes": 2 * 10**10}}, NODES, "write.memory_bytes must be at most 1.6"),
         (
-            {"encode": {"num_cpus": 4, **PROCESSES}, "write": {"num_cpus": 1, **PROCESSES}},
+            {"encode": {"num_cpus": 4}, "write": {"num_cpus": 1}},
             NODES[:1],
             "write.num_cpus must be a profile whose pools need at most 4, the number of CPUs of"
             " the cluster, got 1.0, which needs 5 with the pools before it",

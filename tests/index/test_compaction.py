@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from pipeline.index import compaction
+from pipeline.config import Spec
+from pipeline.index import EXECUTOR, compaction
 from pipeline.index.compaction import FragmentMerger, plan_compaction
 from pipeline.index.fragments import write_table
-from pipeline.index.reader import ITEMS, Index, part_uri
+from pipeline.index.in_process import EXECUTORS
+from pipeline.index.reader import ITEMS, IndexReader, part_uri
+from pipeline.index.session import Session
 from pipeline.index.stage import Resources
 from pipeline.index.writer import IndexWriter
 from pipeline.schema import ITEM, Item
@@ -26,8 +30,14 @@ def write(writer: IndexWriter, prefix: str, num_fragments: int, num_items: int =
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> IndexWriter:
-    return IndexWriter(str(tmp_path / "index"), "job")
+def session(tmp_path: Path) -> Iterator[Session]:
+    with Session(str(tmp_path / "index"), Spec(), "test", "job", dict) as session:
+        yield session
+
+
+@pytest.fixture
+def writer(session) -> IndexWriter:
+    return session.writer
 
 
 def test_merged_fragments_are_limited_by_items_and_bytes(writer):
@@ -45,11 +55,13 @@ def test_merged_fragments_are_limited_by_items_and_bytes(writer):
     assert sizes(1 << 20, 1) == []  # every fragment is large enough
 
 
-def test_job_merges_its_own_fragments(writer, cluster, monkeypatch):
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_job_merges_its_own_fragments(session, writer, cluster, executor, monkeypatch):
+    monkeypatch.setenv(EXECUTOR, executor)
     monkeypatch.setattr(compaction, "MERGE_FRAGMENTS", 6)
     monkeypatch.setattr(compaction, "MERGED_ITEMS", 4)
     write(writer, "earlier", 3)
-    merger = FragmentMerger(writer, Resources(num_cpus=0.25), check=lambda: None)
+    merger = FragmentMerger(session, Resources(num_cpus=0.25))
     write(writer, "a", 5)
     merger.step()  # not enough fragments
     assert not merger._running
@@ -59,7 +71,7 @@ def test_job_merges_its_own_fragments(writer, cluster, monkeypatch):
     write(writer, "c", 1)  # commits during the merge
     writer.remove({0: ["earlier0-0"]})  # fragments of earlier jobs are not rewritten
     merger.finish()
-    index = Index(writer.uri)
+    index = IndexReader(writer.uri)
     assert len(index) == 23
     ids = index.dataset.to_table(columns=["item_id"])["item_id"].to_pylist()
     assert len(set(ids)) == 23

@@ -13,7 +13,7 @@ import pytest
 from pipeline.config import SpecError
 from pipeline.index.conditions import MAX_DEPTH, condition_sql
 from pipeline.index.filters import FILTER_RULE, check_filter, filterable, filtering
-from pipeline.index.reader import ITEMS, Index
+from pipeline.index.reader import ITEMS, IndexReader
 
 COLUMNS = (
     "item_id, parent_id, source, modality, span.unit, span.start, span.end, title, text, caption, "
@@ -22,11 +22,11 @@ COLUMNS = (
 
 
 @pytest.fixture(scope="module")
-def index(index_uri) -> Index:
-    return Index(index_uri)
+def index(index_uri) -> IndexReader:
+    return IndexReader(index_uri)
 
 
-def error_message(index: Index, filter) -> str:
+def error_message(index: IndexReader, filter) -> str:
     """Returns the error message of an invalid filter."""
     with pytest.raises(SpecError) as error:
         check_filter(index, filter)
@@ -163,7 +163,7 @@ def test_filter_that_fails_on_an_item(index):
 
 def test_corrupted_files_are_not_reported_as_filter_errors(index_uri, tmp_path):
     shutil.copytree(index_uri, tmp_path / "index")
-    index = Index(str(tmp_path / "index"))
+    index = IndexReader(str(tmp_path / "index"))
     for file in (tmp_path / "index" / ITEMS / "data").iterdir():
         file.unlink()
     filter = "parent_id = 'flow'"

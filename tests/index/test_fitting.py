@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import yaml
 
+from pipeline.index import EXECUTOR
 from pipeline.index.artefacts import load_artefact, save_artefact
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.status import status
 from tests.conftest import ROOT, run_jobs
 from tests.tiny import SLEEPING
@@ -105,7 +106,7 @@ def test_compressor_is_fitted_once_before_the_first_commit(tmp_path, collection,
         recompress,
         recompress,
         ["status", spec["index"]],
-        PYTHONPATH=os.pathsep.join([str(ROOT), installed]),
+        **{EXECUTOR: "ray", "PYTHONPATH": os.pathsep.join([str(ROOT), installed])},
     )
     assert done.returncode == 0, done.stderr
 
@@ -113,12 +114,12 @@ def test_compressor_is_fitted_once_before_the_first_commit(tmp_path, collection,
     assert [path.read_text() for path in recompress_log.iterdir()] == ["4"]
     stored = status(spec["index"])["representations"]
     assert (stored["centred"]["filled"], stored["late"]["filled"]) == (1.0, 1.0)
-    assert len(Index(spec["index"])) == 9
+    assert len(IndexReader(spec["index"])) == 9
     names = {name: stored[name]["artefact"] for name in ("centred", "late")}
     files = {path.stem for path in (tmp_path / "index/artefacts").iterdir()}
     assert files == set(names.values()) and len(files) == 2  # the sample sizes differ
 
-    rows = Index(spec["index"]).dataset.to_table().to_pylist()
+    rows = IndexReader(spec["index"]).dataset.to_table().to_pylist()
     for name in ("centred", "late"):
         mean = load_artefact(spec["index"], names[name], {})["mean"]
         for row in rows:  # both runs use the same artefact

@@ -18,7 +18,7 @@ from pipeline.config import JobError, SpecError
 from pipeline.eval.planning.trial import dry_run
 from pipeline.index import job
 from pipeline.index.counts import Counts
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld
@@ -54,7 +54,7 @@ def run(job_spec: IndexSpec, **options: Any) -> Counts:
 
 def rows(job_spec: IndexSpec) -> dict[str, dict[str, Any]]:
     """Returns the rows by item id and checks that ids are unique."""
-    table = Index(job_spec.index).dataset.to_table()
+    table = IndexReader(job_spec.index).dataset.to_table()
     by_id = {row["item_id"]: row for row in table.to_pylist()}
     assert len(by_id) == table.num_rows
     return by_id
@@ -62,7 +62,7 @@ def rows(job_spec: IndexSpec) -> dict[str, dict[str, Any]]:
 
 def rejects(job_spec: IndexSpec) -> dict[str, str]:
     """Returns the reject reasons by item id."""
-    return {r["item_id"]: r["reason"] for r in Index(job_spec.index).rejects().to_pylist()}
+    return {r["item_id"]: r["reason"] for r in IndexReader(job_spec.index).rejects().to_pylist()}
 
 
 def test_second_run_processes_only_new_and_changed_items(tmp_path, collection):
@@ -129,7 +129,7 @@ def test_missing_items_are_reported_and_removed_with_their_source(tmp_path):
     assert progress.missing == 4
     progress, text = run_sources(6, "a", "other", remove_missing=True)
     assert (progress.removed, progress.unchanged) == (4, 2)
-    assert set(Index(str(tmp_path / "index")).dataset.to_table()["item_id"].to_pylist()) == {
+    assert set(IndexReader(str(tmp_path / "index")).dataset.to_table()["item_id"].to_pylist()) == {
         "other1.txt",
         "other2.txt",
     }
@@ -169,10 +169,10 @@ def test_readable_item_is_removed_from_rejects(tmp_path):
     run(job_spec)
     note.write_bytes(b"\xff")
     assert run(job_spec).rejected == 1
-    assert Index(job_spec.index).rejects()["item_id"].to_pylist() == ["a.txt"]
+    assert IndexReader(job_spec.index).rejects()["item_id"].to_pylist() == ["a.txt"]
     note.write_text("one")
     assert run(job_spec).unchanged == 2
-    assert Index(job_spec.index).rejects().num_rows == 0
+    assert IndexReader(job_spec.index).rejects().num_rows == 0
 
 
 @pytest.mark.heavy
@@ -369,7 +369,7 @@ def test_empty_index_accepts_another_spec(tmp_path, collection):
         representations=[{"compressor": {"name": "hpool", "num_vectors": 3}}],
     )
     assert run(other).new == 1
-    assert list(Index(other.index).representations()) == ["hpool_3"]
+    assert list(IndexReader(other.index).representations()) == ["hpool_3"]
 
 
 def test_item_with_too_many_tokens_is_rejected(tmp_path, collection):

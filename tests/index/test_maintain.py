@@ -15,16 +15,17 @@ import pytest
 
 from jobs import maintain as maintain_job
 from jobs import status as status_job
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.config import SpecError, Stopped
 from pipeline.eval.cache import Cache
 from pipeline.index import add as add_job
 from pipeline.index import delete, job, maintain
-from pipeline.index.reader import ITEMS, Index
+from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.writer import IndexWriter, LeaseHeld
 from pipeline.search import candidates_job
+from pipeline.search.searcher import open_index
 from tests.conftest import start_job
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -71,7 +72,7 @@ def uri(original, tmp_path) -> str:
 
 
 def rows(uri: str) -> list[dict[str, Any]]:
-    return Index(uri).dataset.to_table().sort_by("item_id").to_pylist()
+    return IndexReader(uri).dataset.to_table().sort_by("item_id").to_pylist()
 
 
 def maintained(uri: str, **fields: Any) -> maintain.Progress:
@@ -87,15 +88,15 @@ def test_merges_fragments_and_keeps_rows(uri):
     before = rows(uri)
     options = {"candidates": "lemur", "num_candidates": 10, "k": 5}
     hits = open_index(uri).rank([query()], **options)[0].scores_by_item()
-    reader = Index(uri)
+    reader = IndexReader(uri)
     progress = maintained(uri, fragment_items=10)
     assert progress.fragments_before == 7
-    assert progress.fragments == len(Index(uri).fragments()) <= 4
+    assert progress.fragments == len(IndexReader(uri).fragments()) <= 4
     assert rows(uri) == before
     assert open_index(uri).rank([query()], **options)[0].scores_by_item() == hits
     assert len(reader.dataset.to_table()) == 28  # versions of the last day remain
     assert maintained(uri, fragment_items=10).merged == 0
-    lookup = Index(uri).dataset.scanner(filter="item_id = 'b03'").explain_plan()
+    lookup = IndexReader(uri).dataset.scanner(filter="item_id = 'b03'").explain_plan()
     assert "ScalarIndexQuery" in lookup
 
 
@@ -113,25 +114,25 @@ def test_removes_old_versions_unused_files_and_listings(uri):
         left = {path.name for path in Path(uri, "jobs", name).iterdir()}
         assert left == {"summary.json", "spec.yaml"}
     with pytest.raises(SpecError, match="version must be a stored version"):
-        Index(uri, 2)
+        IndexReader(uri, 2)
 
 
 @pytest.mark.heavy
 def test_a_later_job_resumes_after_maintenance(uri, original, tmp_path):
     maintained(uri, retain_hours=0)
     add(Path(uri), tmp_path / "d", "d", 4)
-    assert len(Index(uri)) == 32
+    assert len(IndexReader(uri)) == 32
     maintained(uri)
     assert [row["item_id"] for row in rows(uri)][-4:] == ["d00", "d01", "d02", "d03"]
 
 
 def test_dry_runs_write_nothing(uri, capsys):
-    version = Index(uri).version
+    version = IndexReader(uri).version
     maintain_job.main([uri, "--dry-run", "--fragment-items", "10"])
     assert "7 fragments: 7 would be merged" in capsys.readouterr().out
     maintain_job.main(["delete", uri, "--filter", "item_id < 'b'", "--dry-run"])
     assert "12 items are selected" in capsys.readouterr().out
-    assert Index(uri).version == version
+    assert IndexReader(uri).version == version
 
 
 def test_status_lists_maintenance(uri, capsys):
@@ -152,7 +153,7 @@ def test_stopped_maintenance_goes_on(uri, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(Session, "check", stop_after_a_commit)
         maintained(uri, fragment_items=8)
-    partly = len(Index(uri).fragments())
+    partly = len(IndexReader(uri).fragments())
     assert partly < 7 and rows(uri) == before
     progress = maintained(uri, fragment_items=8)
     assert progress.fragments_before == partly and progress.fragments <= partly
@@ -163,10 +164,10 @@ def test_stopped_maintenance_goes_on(uri, monkeypatch):
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])
 def test_killed_maintenance_loses_nothing(uri, delay):
     before = rows(uri)
-    version = Index(uri).version
+    version = IndexReader(uri).version
     process = start_job("jobs.maintain", uri, "--fragment-items", "8", "--retain-hours", "0")
     deadline = time.monotonic() + 60
-    while Index(uri).version < version + 2 and time.monotonic() < deadline:
+    while IndexReader(uri).version < version + 2 and time.monotonic() < deadline:
         time.sleep(0.01)  # until the lease is taken
     time.sleep(delay)
     process.kill()
@@ -197,7 +198,7 @@ def test_deletes_by_ids_and_by_filter(uri, tmp_path, capsys, monkeypatch):
     (tmp_path / "ids.txt").write_text("\n".join(ids) + "\n\n")
     maintain_job.main(["delete", uri, "--ids", str(tmp_path / "ids.txt")])
     assert "4 items are selected; 2 ids are not in the index" in capsys.readouterr().out
-    assert len(Index(uri)) == 24
+    assert len(IndexReader(uri)) == 24
     progress = deleted(uri, filter="item_id < 'b'")
     assert (progress.selected, progress.removed, progress.commits) == (10, 10, 2)
     left = [row["item_id"] for row in rows(uri)]
@@ -229,10 +230,10 @@ def test_invalid_deletions(uri, tmp_path, arguments, message):
     contents = {"ids": b"a00\n", "empty": b"\n", "binary": b"\xff\xfe\x00"}
     for name, content in contents.items():
         Path(files[name]).write_bytes(content)
-    version = Index(uri).version
+    version = IndexReader(uri).version
     with pytest.raises(SpecError, match=message):
         maintain_job.main(["delete", uri, *(argument.format(**files) for argument in arguments)])
-    assert len(Index(uri)) == 28 and version <= Index(uri).version
+    assert len(IndexReader(uri)) == 28 and version <= IndexReader(uri).version
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pipeline.index.positions import (
     encode_positions,
     stored_bytes,
 )
-from pipeline.index.reader import ITEMS, Index
+from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.index.writer import STORAGE_VERSION
 
 NAN = float("nan")
@@ -63,7 +63,7 @@ def test_positions_are_written_and_read(tmp_path):
     lance.write_dataset(empty, items, data_storage_version=STORAGE_VERSION)
     operation = lance.LanceOperation.Append(write_table(table(), items))
     lance.LanceDataset.commit(items, operation, read_version=1)
-    index = Index(str(tmp_path))
+    index = IndexReader(str(tmp_path))
     assert index.schema.field("e").type == STORED_EXTENTS
     check(index.items(["0", "1", "2", "3"]))
     (batch,) = index.batches(["item_id"], filter="e IS NOT NULL")

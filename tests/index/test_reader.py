@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.index.reader import ITEMS, Index
+from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.schema import FORMAT_VERSION, column_metadata, with_metadata
 
 
@@ -23,49 +23,49 @@ def open_dataset(uri):
 
 @pytest.mark.parametrize("version", [2, FORMAT_VERSION + 1, None])
 def test_index_of_another_format(tmp_path, index_uri, version):
-    schema = Index(index_uri).schema
+    schema = IndexReader(index_uri).schema
     column = schema.field("hpool_4")
     changed = with_metadata(column, {**column_metadata(column), "format_version": version})
     schema = schema.set(schema.get_field_index("hpool_4"), changed)
     lance.write_dataset(schema.empty_table(), str(tmp_path / ITEMS))
     message = f"index must be an index of format {FORMAT_VERSION}, got {str(tmp_path)!r},"
     with pytest.raises(SpecError) as caught:
-        Index(str(tmp_path))
+        IndexReader(str(tmp_path))
     assert str(caught.value) == f"{message} which has format {version}"
 
 
 def test_content_key_is_stable_if_columns_do_not_change(uri):
-    before = Index(uri).content_key(["hpool_4", "hpool_4_assignment"])
-    assert Index(uri).content_key(["hpool_4", "hpool_4_assignment"]) == before
+    before = IndexReader(uri).content_key(["hpool_4", "hpool_4_assignment"])
+    assert IndexReader(uri).content_key(["hpool_4", "hpool_4_assignment"]) == before
     open_dataset(uri).add_columns({"twice": "item_id"})
     open_dataset(uri).update_config({"maxray.test": "changes no row"})
-    assert Index(uri).version > 1
-    assert Index(uri).content_key(["hpool_4", "hpool_4_assignment"]) == before
+    assert IndexReader(uri).version > 1
+    assert IndexReader(uri).content_key(["hpool_4", "hpool_4_assignment"]) == before
 
 
 def test_content_key_distinguishes_columns_of_a_file(uri):
-    index = Index(uri)
+    index = IndexReader(uri)
     assert index.content_key(["hpool_4"]) != index.content_key(["hpool_2"])
     assert index.content_key(["hpool_4", "no such column"]) == index.content_key(["hpool_4"])
 
 
 def test_content_key_changes_with_rows_and_data(uri):
-    keys = [Index(uri).content_key(["hpool_4", "text"])]
+    keys = [IndexReader(uri).content_key(["hpool_4", "text"])]
     open_dataset(uri).delete("item_id = 'flow'")
-    keys.append(Index(uri).content_key(["hpool_4", "text"]))
+    keys.append(IndexReader(uri).content_key(["hpool_4", "text"]))
     open_dataset(uri).delete("item_id = 'bread/1'")
-    keys.append(Index(uri).content_key(["hpool_4", "text"]))
+    keys.append(IndexReader(uri).content_key(["hpool_4", "text"]))
     open_dataset(uri).update({"text": "'other'"}, where="item_id = 'wing/1'")
-    keys.append(Index(uri).content_key(["hpool_4", "text"]))
+    keys.append(IndexReader(uri).content_key(["hpool_4", "text"]))
     assert len(set(keys)) == len(keys)
 
 
 def test_filling_a_column_changes_only_its_content_key(uri):
     dataset = open_dataset(uri)
     dataset.add_columns(pa.field("later", pa.string()))
-    empty, other = (Index(uri).content_key([name]) for name in ("later", "text"))
+    empty, other = (IndexReader(uri).content_key([name]) for name in ("later", "text"))
     dataset = open_dataset(uri)
     dataset.drop_columns(["later"])
     dataset.add_columns({"later": "title"})
-    assert Index(uri).content_key(["later"]) != empty
-    assert Index(uri).content_key(["text"]) == other
+    assert IndexReader(uri).content_key(["later"]) != empty
+    assert IndexReader(uri).content_key(["text"]) == other

@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import add, job, recompress
 from pipeline.index.add import Progress
 from pipeline.index.columns import all_representations, representation_fields
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld
 from pipeline.schema import column_metadata
+from pipeline.search.searcher import open_index
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -67,7 +68,7 @@ def run(job_spec: recompress.RecompressSpec) -> Progress:
 
 def rows(uri: Path) -> dict[str, dict[str, Any]]:
     """Returns the rows by item id and checks that ids are unique."""
-    table = Index(str(uri)).dataset.to_table()
+    table = IndexReader(str(uri)).dataset.to_table()
     by_id = {row["item_id"]: row for row in table.to_pylist()}
     assert len(by_id) == table.num_rows
     return by_id
@@ -83,7 +84,7 @@ def original(cluster, tmp_path_factory) -> Path:
     lines = [json.dumps({"_id": i, "text": text}) for i, text in DOCUMENTS.items()]
     (folder / "corpus.jsonl").write_text("\n".join(lines))
     make_index(folder.parent / "index", folder, FULL)
-    assert len(Index(str(folder.parent / "index")).dataset.get_fragments()) == 3
+    assert len(IndexReader(str(folder.parent / "index")).dataset.get_fragments()) == 3
     return folder.parent / "index"
 
 
@@ -110,7 +111,9 @@ def test_columns_equal_those_of_the_index_job(tmp_path, collection, uri):
         assert all(actual[item_id][name] == row[name] for name in unchanged)
 
     # Search requires only the metadata of the column.
-    schema, schema_at_once = (Index(str(u)).dataset.schema for u in (uri, tmp_path / "at_once"))
+    schema, schema_at_once = (
+        IndexReader(str(u)).dataset.schema for u in (uri, tmp_path / "at_once")
+    )
     for name in ("hpool_4", "hpool_4_assignment", "samer_4", "samer_4_assignment"):
         assert column_metadata(schema.field(name)) == column_metadata(schema_at_once.field(name))
     found, best = (
@@ -130,7 +133,7 @@ def test_resumes_with_incomplete_fragments(uri):
     job_spec = spec(uri, HPOOL)
     # A run that died after committing one fragment.
     writer = IndexWriter(str(uri), "died")
-    encoder_info, _ = recompress.stored_encoder(Index(str(uri)), "full")
+    encoder_info, _ = recompress.stored_encoder(IndexReader(str(uri)), "full")
     (representation,) = all_representations(job_spec)
     writer.add_columns(representation_fields(representation, encoder_info, None))
     assert add.incomplete_fragments(writer.dataset, ["hpool_4"]) == {("hpool_4",): [0, 1, 2]}
@@ -139,7 +142,6 @@ def test_resumes_with_incomplete_fragments(uri):
         writer.dataset.version,
         "full",
         Compress(encoder_info, [representation], {}, ()),
-        num_threads=1,
     )
     filled = fill.fill(1)
     writer.commit_columns([(filled.fragment, filled.fields)])
@@ -154,17 +156,17 @@ def test_resumes_with_incomplete_fragments(uri):
     assert all(len(row["hpool_4"]) == 4 for row in after.values())
     assert data_files(uri, 1) == files
 
-    version = Index(str(uri)).dataset.version
+    version = IndexReader(str(uri)).dataset.version
     progress = run(job_spec)
     assert (progress.done_before, progress.done, progress.commits) == (3, 0, 0)
     assert rows(uri) == after
     # Three commits of the lease: taken, fenced and released.
-    assert Index(str(uri)).dataset.version == version + 3
+    assert IndexReader(str(uri)).dataset.version == version + 3
 
 
 def data_files(uri: Path, number: int) -> list[str]:
     """Returns the data files of a fragment that contain a current column."""
-    files = Index(str(uri)).dataset.get_fragment(number).data_files()
+    files = IndexReader(str(uri)).dataset.get_fragment(number).data_files()
     return [file.path for file in files if any(field >= 0 for field in file.fields)]
 
 
@@ -227,10 +229,10 @@ def test_rows_without_source_vectors_remain_null(collection, uri):
     assert {i for i, row in rows(uri).items() if row["samer_4"] is None} == {"cone"}
     assert run(spec(uri, SAMER)).done == 0
 
-    Index(
+    IndexReader(
         str(uri)
     ).dataset.optimize.compact_files()  # one fragment now has rows with and without it
-    assert len(Index(str(uri)).dataset.get_fragments()) == 1
+    assert len(IndexReader(str(uri)).dataset.get_fragments()) == 1
     two = {"compressor": {"name": "random", "num_vectors": 2}}
     assert run(spec(uri, two)).rows == 6
     after = rows(uri)
@@ -241,7 +243,7 @@ def test_rows_without_source_vectors_remain_null(collection, uri):
 
 def test_rejects_invalid_specs_before_writing(uri):
     run(spec(uri, HPOOL))
-    version = Index(str(uri)).dataset.version
+    version = IndexReader(str(uri)).dataset.version
     other = {"compressor": {"name": "random", "num_vectors": 4, "seed": 1}, "id": "hpool_4"}
     for source, representation, message in [
         (
@@ -273,8 +275,8 @@ def test_rejects_invalid_specs_before_writing(uri):
     ):
         run(spec(uri.parent / "none", HPOOL))
     assert not (uri.parent / "none").exists()
-    assert Index(str(uri)).dataset.schema.names[-1] == "hpool_4_assignment"
-    assert Index(str(uri)).dataset.version <= version + 3  # one of the runs took the lease
+    assert IndexReader(str(uri)).dataset.schema.names[-1] == "hpool_4_assignment"
+    assert IndexReader(str(uri)).dataset.version <= version + 3  # one of the runs took the lease
 
 
 def test_concurrent_job_reports_the_writer(uri):

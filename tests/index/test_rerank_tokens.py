@@ -14,17 +14,19 @@ import torch
 from jobs import add as add_job
 from jobs import index as index_job
 from jobs import status as status_job
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders.edje.model import load_adapter
 from pipeline.index import add, backfill, job
 from pipeline.index.counts import Counts
-from pipeline.index.reader import Index
+from pipeline.index.in_process import InProcess
+from pipeline.index.reader import IndexReader
 from pipeline.index.rerank_tokens import tokens_column
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.writer import IndexWriter
 from pipeline.registry import ENCODERS
 from pipeline.schema import column_metadata
+from pipeline.search.searcher import open_index
 from pipeline.tokens import PROMPT, VISUAL, TokenBatch
 from pipeline.train.frozen import encoded
 from tests.conftest import actor_pools
@@ -94,7 +96,7 @@ def fill(job_spec: IndexSpec, job_id: str = "2") -> add.Progress:
 
 def tokens(uri: Path) -> dict[str, np.ndarray | None]:
     """Returns the tokens of each item, (V, D) float16, or None."""
-    table = Index(str(uri)).dataset.to_table(columns=["item_id", "rerank_tokens"])
+    table = IndexReader(str(uri)).dataset.to_table(columns=["item_id", "rerank_tokens"])
     return {
         row["item_id"]: row["rerank_tokens"] and np.array(row["rerank_tokens"], np.float16)
         for row in table.to_pylist()
@@ -103,7 +105,7 @@ def tokens(uri: Path) -> dict[str, np.ndarray | None]:
 
 def files(uri: Path, *columns: str) -> list[list[str]]:
     """Returns the data files with any of the columns, by fragment."""
-    index = Index(str(uri))
+    index = IndexReader(str(uri))
     field_ids = {number for numbers in index.field_ids(columns).values() for number in numbers}
     return [
         sorted(file.path for file in fragment.data_files() if field_ids & set(file.fields))
@@ -112,7 +114,7 @@ def files(uri: Path, *columns: str) -> list[list[str]]:
 
 
 def contents(uri: Path, columns: list[str]) -> str:
-    return repr(Index(str(uri)).dataset.to_table(columns=columns).to_pylist())
+    return repr(IndexReader(str(uri)).dataset.to_table(columns=columns).to_pylist())
 
 
 def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -163,7 +165,7 @@ def test_index_job_backfill_and_adapter_agree_exactly(cached, uri, photos, dual,
     progress = fill(spec(uri, photos, dual, rerank=model))
     assert (progress.done, progress.rows, progress.empty) == (2, NUM_PHOTOS, 0)
     assert_equal(tokens(uri), expected)
-    columns = [Index(str(u)).schema.field("rerank_tokens") for u in (cached, uri)]
+    columns = [IndexReader(str(u)).schema.field("rerank_tokens") for u in (cached, uri)]
     assert columns[0].type == columns[1].type == pa.list_(pa.list_(pa.float16(), adapter.dim))
     metadata = column_metadata(columns[0])
     assert metadata == column_metadata(columns[1])
@@ -179,13 +181,13 @@ def test_separate_compression_actors_write_the_same_tokens(tmp_path, cached, pho
 
 
 def test_backfill_modifies_no_other_column(uri, photos, dual, model):
-    others = [name for name in Index(str(uri)).schema.names if name != "rerank_tokens"]
+    others = [name for name in IndexReader(str(uri)).schema.names if name != "rerank_tokens"]
     before, rows = files(uri, *others), contents(uri, others)
-    key, size = Index(str(uri)).content_key(others), {}
+    key, size = IndexReader(str(uri)).content_key(others), {}
     for file in (uri / "items.lance/data").iterdir():
         size[file.name] = (file.stat().st_size, file.stat().st_mtime_ns)
     fill(spec(uri, photos, dual, rerank=model))
-    assert files(uri, *others) == before and Index(str(uri)).content_key(others) == key
+    assert files(uri, *others) == before and IndexReader(str(uri)).content_key(others) == key
     for name, stat in size.items():
         file = uri / "items.lance/data" / name
         assert (file.stat().st_size, file.stat().st_mtime_ns) == stat
@@ -222,7 +224,7 @@ def test_resumes_with_incomplete_fragments(uri, photos, dual, model, cached, mon
     after = files(uri, "rerank_tokens")
     assert all(new == old for old, new in zip(first, after, strict=True) if old)
     assert (fill(job_spec, "4").rows, files(uri, "rerank_tokens")) == (0, after)
-    monkeypatch.setattr(add, "fill_fragments", None)  # complete fragments start no actor
+    monkeypatch.setattr(InProcess, "filled", None)  # complete fragments start no actor
     assert fill(job_spec, "5").done_before == progress.fragments
 
 
@@ -236,10 +238,10 @@ def test_later_rows_are_filled_by_another_run(tmp_path, photos, dual, model):
     (folder / "new.png").write_bytes(png(noise(44, 40, 98)))
     index(spec(uri, folder, dual))  # the spec does not set `rerank`
     assert {name for name, value in tokens(uri).items() if value is None} == {"1.png", "new.png"}
-    Index(
+    IndexReader(
         str(uri)
     ).dataset.optimize.compact_files()  # one fragment now has rows with and without tokens
-    assert len(Index(str(uri)).dataset.get_fragments()) == 1
+    assert len(IndexReader(str(uri)).dataset.get_fragments()) == 1
     (folder / "1.png").write_bytes(png(noise(41, 44, 97)))  # differs from the indexed revision
     assert fill(spec(uri, folder, dual, rerank=model)).rows == 1
     after = tokens(uri)
@@ -262,7 +264,7 @@ def test_items_without_valid_tokens_are_null(model):
 
 
 def test_rejects_invalid_specs_before_adding_a_column(tmp_path, uri, photos, dual, model):
-    version = Index(str(uri)).version
+    version = IndexReader(str(uri)).version
     with pytest.raises(
         SpecError,
         match=r"rerank must be null for this index, got .*, which requires the column rerank_tokens"
@@ -289,7 +291,7 @@ def test_rejects_invalid_specs_before_adding_a_column(tmp_path, uri, photos, dua
         " the fingerprint",
     ):
         fill(spec(uri, photos, other, rerank=of_other))
-    assert "rerank_tokens" not in Index(str(uri)).schema.names
+    assert "rerank_tokens" not in IndexReader(str(uri)).schema.names
     fill(spec(uri, photos, dual, rerank=model), "3")
     retrained = save_edje(tmp_path / "retrained", dual, num_tokens=5)
     for run in (fill, index):
@@ -311,7 +313,7 @@ def test_rejects_invalid_specs_before_adding_a_column(tmp_path, uri, photos, dua
         SpecError, match="rerank must be null unless a representation has `field: content`, got"
     ):
         index(spec(uri, photos, dual, rerank=model, representations=captions))
-    assert version < Index(str(uri)).version
+    assert version < IndexReader(str(uri)).version
 
 
 @pytest.mark.heavy

@@ -15,9 +15,8 @@ import pytest
 import ray
 
 from pipeline.config import JobError
-from pipeline.index.session import configure_ray_data, iter_rows
-from pipeline.index.stage import Processed, Profile, Resources, Stage, Unit, chain
-from pipeline.index.stream import unit_dataset
+from pipeline.index.ray_data import chain, configure, map_batches, rows_of, unit_dataset
+from pipeline.index.stage import Processed, Profile, Resources, Stage, Unit
 from pipeline.index.units import UnitRange
 from pipeline.schema import ITEM, Item
 
@@ -51,26 +50,27 @@ def read_units(units: UnitRange) -> Iterator[Unit]:
 
 def run(folder: Path, profile: Profile, seconds: float = 0.0, **encode: int) -> ray.data.Dataset:
     """Returns the lazy dataset of a stream with one recording stage."""
-    configure_ray_data(profile)
+    configure(profile)
     shared = Resources(num_cpus=0.01, max_actors=1)
-    pool = Resources(num_cpus=0.01, reuse_processes=False, **encode)
+    pool = Resources(num_cpus=0.01, **encode)
     units = unit_dataset(partial(read_units), [UnitRange(0)], shared)
-    return chain(units, [([Recording(str(folder), seconds)], pool)], ITEM.names)
+    return chain(units, [([Recording(str(folder), seconds)], pool)])
 
 
 @pytest.fixture(autouse=True)
 def default_context(cluster):
     yield
-    configure_ray_data()
+    configure()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("initial", [1, 3])
 def test_initial_actors(tmp_path, initial):
     # Three actors have the time to start. One is done before Ray adds others.
     seconds = 2.0 if initial == 3 else 0.0
     actors = {"min_actors": 1, "max_actors": 3, "initial_actors": initial}
     dataset = run(tmp_path, Profile(), seconds, **actors)
-    assert sum(row is not None for row in iter_rows(dataset)) == NUM_UNITS
+    assert sum(row is not None for row in rows_of(dataset)) == NUM_UNITS
     started = len(list(tmp_path.glob("actor-*")))
     assert started >= initial  # Ray may add actors up to `max_actors`
     assert initial == 3 or started < 3
@@ -89,7 +89,7 @@ def test_job_without_progress_fails(tmp_path):
     dataset = run(tmp_path, Profile(no_progress_seconds=2), seconds=60, max_actors=1)
     start = time.monotonic()
     with pytest.raises(JobError, match="no stage has made progress for 2 s; set no_progress_sec"):
-        list(iter_rows(dataset))
+        list(rows_of(dataset))
     assert time.monotonic() - start < 50
 
 
@@ -106,3 +106,25 @@ def test_memory_of_an_actor_is_reserved(cluster):
 
     starts = ray.get([hold.options(**pool.task_options).remote(1.5) for _ in range(2)])
     assert abs(starts[0] - starts[1]) > 1.4
+
+
+class Counter:
+    """Adds the process and the number of calls of this object to each row."""
+
+    def __init__(self, start: int):
+        self.calls = start
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        self.calls += 1
+        return pa.table({"id": batch["id"], "process": [os.getpid()], "calls": [self.calls]})
+
+
+def test_each_process_constructs_one_object_per_pool():
+    dataset = ray.data.from_items([{"id": i} for i in range(6)], override_num_blocks=6)
+    options = {"batch_size": 1, "batch_format": "pyarrow"}
+    pool = Resources(num_cpus=0.5)
+    rows = map_batches(dataset, Counter, {"start": 10}, pool, **options).take_all()
+    assert sorted(row["id"] for row in rows) == list(range(6))
+    for process in {row["process"] for row in rows}:
+        calls = sorted(row["calls"] for row in rows if row["process"] == process)
+        assert calls == list(range(11, 11 + len(calls)))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.compression import Compressor
 from pipeline.compression.seqresize import SequenceMLP
 from pipeline.config import SpecError
@@ -19,12 +19,13 @@ from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.trained import SUBFOLDER, weight_hashes, write_trained_compressor
 from pipeline.index import add, job, recompress
 from pipeline.index.columns import Representation
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
 from pipeline.index.trained import check_compressors
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.search.maps import similarity_map
+from pipeline.search.searcher import open_index
 from pipeline.taps import Tap
 from tests.conftest import TEXTS
 
@@ -113,7 +114,7 @@ def recompressed(uri: str, *wanted: dict[str, Any]) -> None:
 
 
 def rows(uri: str) -> dict[str, dict[str, Any]]:
-    return {row["item_id"]: row for row in Index(uri).dataset.to_table().to_pylist()}
+    return {row["item_id"]: row for row in IndexReader(uri).dataset.to_table().to_pylist()}
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,7 @@ def compressors(trained: str) -> dict[str, Compressor[Any]]:
 def test_columns_equal_the_compressors(indexed, trained):
     spec = ENCODERS.resolve({**ENCODER, "appended_tokens": trained})
     stored = rows(indexed)
-    items = Index(indexed).dataset.to_table(columns=["item_id", "text"])
+    items = IndexReader(indexed).dataset.to_table(columns=["item_id", "text"])
     tap = Tap("appended_rows", layers="5")
     for numbers, batch in ENCODERS.build(spec).encode(items, [tap]):
         batch.taps["appended_rows/mean/last"] = batch.taps.pop(tap.name)
@@ -159,13 +160,13 @@ def test_columns_equal_the_compressors(indexed, trained):
     for row in stored.values():
         assert len(row["memtok_float32"]) == 3 and len(row["seqresize_4_float32"]) == 4
         assert len(row["seqresize_4_residual"]) == 4
-    schema = Index(indexed).schema
+    schema = IndexReader(indexed).schema
     assert "agc_4_float32_assignment" in schema.names and "agc_code_4_float32" in schema.names
     assert not {"memtok_float32_assignment", "seqresize_4_float32_assignment"} & set(schema.names)
 
 
 def test_metadata_has_the_hash_of_the_weights(indexed, trained):
-    index = Index(indexed)
+    index = IndexReader(indexed)
     described = json.loads(Path(trained, SUBFOLDER, "compressor.json").read_text())
     info = index.representation("seqresize_4_float32")
     digest = described["sha256"]["compressor.safetensors"]
@@ -202,7 +203,7 @@ def test_separate_compression_actors(indexed, tmp_path, collection, trained):
 
 
 def test_recompression(indexed, trained):
-    index = Index(indexed)
+    index = IndexReader(indexed)
     seqresize = {"compressor": {"name": "seqresize", **SIZES, "weights": trained}}
     agc = {"compressor": {"name": "agc", "num_vectors": 4}}
     wanted = [{**seqresize, "id": "again"}, {**agc, "id": "agc_again"}]
@@ -210,7 +211,7 @@ def test_recompression(indexed, trained):
     for row in rows(indexed).values():
         np.testing.assert_allclose(row["again"], row["seqresize_4_float32"], atol=1e-6)
         np.testing.assert_allclose(row["agc_again"], row["agc_4_float32"], atol=1e-6)
-    assert Index(indexed).representation("again").artefact == (
+    assert IndexReader(indexed).representation("again").artefact == (
         index.representation("seqresize_4_float32").artefact
     )
     with pytest.raises(SpecError, match="memtok.*needs the vectors of the appended tokens"):

@@ -21,7 +21,7 @@ from lance.fragment import FragmentMetadata
 
 from pipeline.config import SpecError
 from pipeline.index.fragments import write_table
-from pipeline.index.reader import Index, part_uri
+from pipeline.index.reader import IndexReader, part_uri
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld, LeaseLost, open_or_create
 from pipeline.schema import ITEM, REJECT, Item, Reject
@@ -42,9 +42,9 @@ def written(uri: str, *item_ids: str, revision: str = "1") -> list[FragmentMetad
 
 def revisions(uri: str) -> dict[str, str]:
     """Returns the revision by item id and checks that ids are unique."""
-    table = Index(uri).dataset.to_table(columns=["item_id", "revision"])
+    table = IndexReader(uri).dataset.to_table(columns=["item_id", "revision"])
     by_id = dict(zip(*(column.to_pylist() for column in table.columns), strict=True))
-    assert len(by_id) == table.num_rows == len(Index(uri))
+    assert len(by_id) == table.num_rows == len(IndexReader(uri))
     return by_id
 
 
@@ -114,10 +114,10 @@ def test_renewed_lease_is_held(uri):
 
 def test_renewal_does_not_commit(uri):
     writer = IndexWriter(uri, "holder", ttl=EXPIRED)
-    version = Index(uri).dataset.version
+    version = IndexReader(uri).dataset.version
     writer.ttl = 60.0
     writer.renew()
-    assert Index(uri).dataset.version == version
+    assert IndexReader(uri).dataset.version == version
     assert status(uri)["lease"].startswith("holder on ")
     writer.release()
     assert not list(Path(uri, "lease").iterdir())
@@ -164,7 +164,7 @@ def test_writer_that_lost_its_lease_cannot_commit(uri, change):
     with pytest.raises(LeaseLost):  # no change moved its read version past the fence
         frozen.commit(written(uri, "later"))
     assert revisions(uri) == {"a": "1", "b": "1", "c": "1"}
-    table = Index(uri).dataset.to_table()
+    table = IndexReader(uri).dataset.to_table()
     assert table.column_names == [*ITEM.names, "extra"]
     assert table["extra"].null_count == 3
     taker.commit(written(uri, "d"))  # the taker is not affected
@@ -240,8 +240,8 @@ def test_holder_retries_after_harmless_conflicts(uri):
         another_writer(project)
         change()
     assert revisions(uri) == {"a": "2", "b": "1", "c": "1", "d": "1"}
-    assert Index(uri).dataset.config()["note"] == "seen"
-    filled = Index(uri).dataset.to_table(filter="extra = 7")
+    assert IndexReader(uri).dataset.config()["note"] == "seen"
+    filled = IndexReader(uri).dataset.to_table(filter="extra = 7")
     assert filled["item_id"].to_pylist() == ["b"]
     assert status(uri)["lease"] is None
 
@@ -310,7 +310,7 @@ def test_rejects_have_one_row_per_item_and_are_deleted_when_solved(uri):
     def reject(*rejects: tuple[str, str], solved: tuple[str, ...] = ()) -> dict[str, str]:
         rows = [Reject(item_id, "test", "encode", reason).row() for item_id, reason in rejects]
         writer.set_rejects(pa.Table.from_pylist(rows, schema=REJECT), solved)
-        table = Index(uri).rejects()
+        table = IndexReader(uri).rejects()
         assert len(set(table["item_id"].to_pylist())) == table.num_rows
         return dict(zip(table["item_id"].to_pylist(), table["reason"].to_pylist(), strict=True))
 
@@ -403,7 +403,7 @@ def test_does_not_modify_other_files(tmp_path, location):
     with pytest.raises(
         SpecError, match="^index must be the URI of an index .* which contains no index"
     ):
-        Index(uri)
+        IndexReader(uri)
     assert {path.name for path in tmp_path.rglob("*")} == {"letters", "from_home.txt"}
 
 

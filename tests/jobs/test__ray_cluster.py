@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.heavy  # depends on the version of Ray only
+
 PROGRAM = """
 import json, os, signal, sys
 

@@ -5,9 +5,9 @@ import shutil
 import pytest
 
 from jobs import add, status
-from pipeline import open_index
 from pipeline.config import SpecError
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
+from pipeline.search.searcher import open_index
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_builds_lists_and_drops_a_generator(uri, cluster, capsys, tmp_path):
     assert set(found.scores_by_item().items()) <= set(exact.scores_by_item().items())
 
     add.main(["candidates", uri, "lemur", "representation=hpool_2", "--drop"])
-    assert not Index(uri).candidates_columns
+    assert not IndexReader(uri).candidates_columns
 
 
 def test_builds_lists_and_drops_bm25(uri, cluster, capsys):
@@ -46,7 +46,7 @@ def test_builds_lists_and_drops_bm25(uri, cluster, capsys):
     with pytest.raises(SpecError, match=r"generator must be .*differs from the stored generator"):
         add.main(["candidates", uri, "bm25"])
     add.main(["candidates", uri, "bm25", "--drop"])
-    assert not Index(uri).candidates_columns
+    assert not IndexReader(uri).candidates_columns
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_builds_lists_and_drops_bm25(uri, cluster, capsys):
 def test_invalid_arguments(uri, arguments, message):
     with pytest.raises(SpecError, match=message):
         add.main(["candidates", uri, *arguments])
-    assert not Index(uri).candidates_columns
+    assert not IndexReader(uri).candidates_columns
 
 
 @pytest.mark.parametrize(

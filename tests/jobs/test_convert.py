@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import pytest
 import torch
 
-from tests.conftest import ROOT
+from jobs import convert
+from pipeline.config import SpecError
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "jobs.convert", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-
-
-def test_converts_and_rejects(tmp_path):
-    folder = tmp_path / "adapter"
+def test_converts_and_rejects(tmp_path, capsys):
+    folder, output = tmp_path / "adapter", tmp_path / "new"
     folder.mkdir()
     (folder / "adapter_config.json").write_text("{}")
     torch.save({"a": torch.ones(2)}, folder / "adapter_model.bin")
-    done = run(str(folder), str(tmp_path / "new"))
-    assert done.returncode == 0, done.stderr
-    assert "converted adapter_model.bin to adapter_model.safetensors: 1 tensors" in done.stdout
-    assert (tmp_path / "new/adapter_config.json").is_file()
-    again = run(str(folder), str(tmp_path / "new"))
-    assert again.returncode == 2
-    assert again.stderr == (
-        f"error: output must be the path of a new folder, got '{tmp_path / 'new'}', which exists\n"
+    convert.main([str(folder), str(output)])
+    converted = "converted adapter_model.bin to adapter_model.safetensors: 1 tensors"
+    assert converted in capsys.readouterr().out
+    assert (output / "adapter_config.json").is_file()
+    with pytest.raises(SpecError) as caught:
+        convert.main([str(folder), str(output)])
+    assert str(caught.value) == (
+        f"output must be the path of a new folder, got '{output}', which exists"
     )
-    nothing = run("no/such", str(tmp_path / "other"))
-    assert nothing.returncode == 2 and nothing.stderr.startswith("error: model must be")
-    assert nothing.stderr.count("\n") == 1
+    with pytest.raises(SpecError, match="^model must be") as caught:
+        convert.main(["no/such", str(tmp_path / "other")])
+    assert "\n" not in str(caught.value)

@@ -25,11 +25,13 @@ from pipeline.eval.spec import EvaluateSpec
 from pipeline.eval.topics import read_qrels
 from pipeline.index.artefacts import Sample, save_artefact
 from pipeline.index.listing import CONTENT, content_hashes
-from pipeline.index.reader import ITEMS, Index
+from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.registry import ENCODERS
 from pipeline.schema import with_metadata
 from pipeline.search.fusion import Fusion, FusionWeights
 from pipeline.search.searcher import Searcher, open_index
+
+pytestmark = pytest.mark.usefixtures("blank_figures")
 
 QRELS = {"1": {"wing": 1, "flow": 0}, "b": {"bread": 2, "gone": 1}}
 
@@ -144,7 +146,7 @@ def add_copy(uri: str, source: str, name: str) -> None:
 def test_report_states_the_fitting_sample(spec_file, own_index, capsys, tmp_path):
     """The sample of an artefact is held against the items that are evaluated."""
     lance.dataset(f"{own_index}/{ITEMS}").update({"revision": "item_id"})  # as if of the content
-    index = Index(own_index)
+    index = IndexReader(own_index)
     info = index.representation("hpool_4")
     (batch,) = index.batches(
         ["item_id", *CONTENT], filter="item_id LIKE 'wing%' OR item_id = 'flow'"
@@ -458,7 +460,7 @@ def test_recall_of_candidate_generators(spec_file, index_uri, tmp_path, capsys):
     assert run["1"] == pytest.approx(ranking.scores_by_item())
     with (tmp_path / "out/candidates.csv").open() as file:
         assert [row["candidates"] for row in csv.DictReader(file)] == ["3", "100"]
-    assert (tmp_path / "out/candidates_recall.png").stat().st_size > 1000
+    assert (tmp_path / "out/candidates_recall.png").exists()
     assert "Candidate generators" in (tmp_path / "out/report.html").read_text()
 
     for override, sentence in (

@@ -20,7 +20,7 @@ from pipeline.eval.spec import EvaluateSpec
 from pipeline.eval.topics import read_qrels
 from pipeline.index import export as exporting
 from pipeline.index import job
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import METADATA_KEY
 from pipeline.search.searcher import open_index
@@ -40,7 +40,7 @@ def read_back(path, dim=384):
 def stored_vectors(uri, name, filter=None):
     """Returns the vectors of a representation of an index by id."""
     vectors = {}
-    for rows, flat, lengths in Index(uri).tokens(name, filter=filter):
+    for rows, flat, lengths in IndexReader(uri).tokens(name, filter=filter):
         parts = np.split(flat.astype(np.float32), np.cumsum(lengths)[:-1])
         vectors |= dict(zip(rows["item_id"].to_pylist(), parts, strict=True))
     return vectors
@@ -83,7 +83,9 @@ def test_parquet_columns_and_metadata(index_uri, tmp_path):
     assert table.schema.names[:4] == ["id", "vectors", "parent_id", "source"]
     assert str(table.schema.field("vectors").type.value_type.value_type) == "halffloat"
     metadata = json.loads(table.schema.metadata[METADATA_KEY])
-    assert metadata.items() >= Index(index_uri).representation("hpool_4").to_metadata().items()
+    assert (
+        metadata.items() >= IndexReader(index_uri).representation("hpool_4").to_metadata().items()
+    )
     assert (metadata["representation"], metadata["items"], metadata["filter"]) == (
         "hpool_4",
         8,
@@ -103,14 +105,19 @@ def test_npy_files_and_metadata(index_uri, tmp_path, texts):
     assert [item["text"] for item in items] == list(texts.values())
     assert {"parent_id", "title", "span", "metadata"} <= set(items[0])
     metadata = json.loads((tmp_path / "a/metadata.json").read_text())
-    assert (metadata["version"], metadata["representation"]) == (Index(index_uri).version, "full")
+    assert (metadata["version"], metadata["representation"]) == (
+        IndexReader(index_uri).version,
+        "full",
+    )
     assert len(list((tmp_path / "a").iterdir())) == 5
-    assert metadata["fingerprint"] == Index(index_uri).representation("full").encoder.fingerprint
+    assert (
+        metadata["fingerprint"] == IndexReader(index_uri).representation("full").encoder.fingerprint
+    )
 
 
 def test_single_vectors(index_uri, output, form):
     export.main([index_uri, str(output), "--representation", "minilm_pooled", "--format", form])
-    table = Index(index_uri).dataset.to_table(columns=["item_id", "minilm_pooled"])
+    table = IndexReader(index_uri).dataset.to_table(columns=["item_id", "minilm_pooled"])
     expected = {
         row["item_id"]: np.array([row["minilm_pooled"]], np.float32) for row in table.to_pylist()
     }

@@ -12,7 +12,7 @@ import yaml
 
 from jobs import add, index, status
 from pipeline.config import SpecError
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.writer import IndexWriter
 from tests.conftest import start_job
 from tests.tiny import SLEEPING
@@ -312,7 +312,7 @@ def test_overrides_sweep_and_limit(cluster, tmp_path, spec, capsys):
     assert "listed 1 = indexed 1 (1 new, 0 replaced, 0 unchanged) + rejected 0" in (
         capsys.readouterr().out
     )
-    (row,) = Index(str(tmp_path / "index")).dataset.to_table().to_pylist()
+    (row,) = IndexReader(str(tmp_path / "index")).dataset.to_table().to_pylist()
     lengths = {name: len(row[name]) for name in row if re.fullmatch(r"full|\w+_\d", name)}
     assert lengths == {"full": 5, "hpool_3": 3, "hpool_2": 2, "random_3": 3, "random_2": 2}
 
@@ -354,7 +354,7 @@ def test_repeated_runs_and_retry_rejects(cluster, tmp_path, spec, capsys):
     index.main([path, "--retry-rejects", "empty text"])
     output = capsys.readouterr().out
     assert "0 new, 0 changed, 1 already indexed, 0 already rejected" in output
-    assert Index(str(tmp_path / "index")).rejects()["item_id"].to_pylist() == ["b"]
+    assert IndexReader(str(tmp_path / "index")).rejects()["item_id"].to_pylist() == ["b"]
 
 
 def test_status_as_text_and_as_json(cluster, tmp_path, spec, capsys):
@@ -374,7 +374,7 @@ def test_status_as_text_and_as_json(cluster, tmp_path, spec, capsys):
     status.main([uri, "--json"])
     summary = json.loads(capsys.readouterr().out)
     assert summary["index"] == uri
-    assert summary["version"] == Index(uri).version
+    assert summary["version"] == IndexReader(uri).version
     assert (summary["items"], summary["fragments"], summary["rejects"]) == (2, 1, {})
     assert re.fullmatch(r"the-holder on .*, process \d+", summary["lease"])
     assert [encoder["name"] for encoder in summary["encoders"]] == [SLEEPING]

@@ -13,6 +13,8 @@ from pipeline.config import JobError, SpecError
 from tests.conftest import CRANFIELD, ROOT
 from tests.pdfs import Page, pdf
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
 GIVEN = {
     "num_items": 1_000_000,
     "tokens": 1000,

@@ -14,11 +14,12 @@ import torch
 
 import jobs
 from jobs import _runs, search
-from pipeline import open_index
 from pipeline.config import SpecError
 from pipeline.eval.metrics import read_run
 from pipeline.index.writer import IndexWriter
 from pipeline.search.fusion import Fusion, FusionWeights
+from pipeline.search.searcher import open_index
+from tests.conftest import write_index
 
 HALF = Fusion(weights=FusionWeights(bm25=0.5))
 ALWAYS_HALF = Fusion(weights=FusionWeights(bm25=0.5), agreement=0)
@@ -92,6 +93,14 @@ def test_run_with_candidates(index_uri, query_file, tmp_path):
     assert [list(run[query_id]) for query_id in TEXTS] == [r.item_ids for r in rankings]
 
 
+def test_hint_for_a_large_index(index_uri, monkeypatch, capsys):
+    monkeypatch.setattr("pipeline.search.candidates.EXACT_VECTORS", 0)
+    for arguments, has_hint in (([], True), (["--candidates", "exact"], False)):
+        search.main([index_uri, "a wing", "-k", "1", *arguments])
+        hint = f"`maxray add candidates {index_uri} lemur representation=full`"
+        assert (hint in capsys.readouterr().err) is has_hint
+
+
 def test_fused_search(lexical_uri, query_file, tmp_path, capsys):
     """The settings come from assignments, or from a file and assignments."""
     (tmp_path / "fusion.yaml").write_text("weights: {bm25: 0.5}\n")
@@ -161,6 +170,14 @@ def test_prints_hits_of_query_file(index_uri, query_file, capsys):
     output = capsys.readouterr().out
     assert "1: the lift of a wing\n  1  " in output
     assert "b: how to bake bread\n  1  " in output
+
+
+def test_says_that_merged_vectors_do_not_tell_words_apart(index_uri, tmp_path, capsys):
+    """Unless the index has the vectors of the words."""
+    write_index(str(tmp_path), [{"compressor": {"name": "hpool", "num_vectors": 4}}])
+    for uri, expected in ((str(tmp_path), 1), (index_uri, 0)):
+        search.main([uri, "the lift of a wing", "--representation", "hpool_4"])
+        assert capsys.readouterr().err.count("hpool_4 merges words") == expected
 
 
 def test_query_vectors(index_uri, tmp_path, capsys):

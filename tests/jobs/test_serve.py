@@ -23,10 +23,11 @@ pytestmark = pytest.mark.heavy
 BODY = {"query": "the lift of a wing", "k": 3, "representation": "hpool_2"}
 
 
-@pytest.fixture
-def server(index_uri) -> Iterator[tuple[str, Popen]]:
+@pytest.fixture(params=["one process", "deployments"])
+def server(index_uri, request) -> Iterator[tuple[str, Popen]]:
     port = free_port()
-    process = start_job("jobs.serve", index_uri, "--port", str(port))
+    settings = ["single_process=false"] * (request.param == "deployments")
+    process = start_job("jobs.serve", index_uri, *settings, "--port", str(port))
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_it_answers(process, url)
@@ -51,7 +52,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_drains_requests_on_sigterm(server):
+def test_drains_requests_on_sigterm(server, request):
     url, process = server
     assert httpx2.post(f"{url}/v1/search", json=BODY, timeout=60).status_code == 200
     statuses: list[tuple[float, int]] = []
@@ -84,7 +85,8 @@ def test_drains_requests_on_sigterm(server):
     steps = [line.partition(" ")[2] for line in out.splitlines()]
     assert steps[0] == "starting Ray" and re.fullmatch(r"loading \S+ \(\d+ s\)", steps[2])
     started = {step.split()[1] for step in steps if re.fullmatch(r"started \S+ \(\d+ s\)", step)}
-    assert "Encoder" in started and steps[-1] == "draining in-flight requests"
+    assert ("Encoder" in started) == ("deployments" in request.node.name)
+    assert steps[-1] == "draining in-flight requests"
     assert "retries" not in out + err
     before = [status for sent, status in statuses if sent < stopped]
     assert len(before) > 20 and set(before) == {200}

@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from jobs import status
-from pipeline.index import PROGRESS
-from pipeline.index.reader import Index
-from pipeline.index.stage import REUSE_PROCESSES
+from pipeline.index import EXECUTOR, PROGRESS
+from pipeline.index.reader import IndexReader
 from pipeline.index.writer import IndexWriter
 from pipeline.runtime.progress import Snapshot
 from tests.conftest import ROOT, start_job
@@ -51,7 +50,7 @@ def spec(tmp_path: Path, collection) -> str:
 
 def on_terminal(*arguments: str, address: str) -> Terminal:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": address}
-    environment.pop(REUSE_PROCESSES, None)
+    environment.pop(EXECUTOR, None)
     return Terminal([sys.executable, "-m", *arguments], environment, str(ROOT))
 
 
@@ -93,7 +92,7 @@ def test_live_display_and_watch(cluster, spec, tmp_path):
     assert lines[-1]["event"] == "message" and lines[-1]["text"].endswith(" done")
     (folder,) = Path(uri, "jobs").iterdir()
     assert not (folder / PROGRESS).exists()
-    assert len(Index(uri)) == ITEMS
+    assert len(IndexReader(uri)) == ITEMS
 
 
 @pytest.mark.heavy

@@ -55,6 +55,12 @@ def test_missing_shard(folder):
     assert "which its model.safetensors.index.json lists; download it again" in message(folder)
 
 
+def test_missing_index(folder):
+    shard(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    assert "has no model.safetensors.index.json, which lists its files" in message(folder)
+
+
 @pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": []}'])
 def test_corrupted_index(folder, index):
     (folder / "model.safetensors.index.json").write_text(index)

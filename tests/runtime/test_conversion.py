@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,20 +19,36 @@ from transformers import BertConfig, BertForMaskedLM
 
 from pipeline.config import SpecError
 from pipeline.encoders.edje.joint import JointEncoder
-from pipeline.encoders.minilm import bundled_folder
+from pipeline.encoders.loading import bundled_folder
 from pipeline.encoders.open_clip import convert_to_clip
 from pipeline.registry import ENCODERS
-from pipeline.runtime import conversion
+from pipeline.runtime import conversion, unpickle
+from tests import hub
 from tests.images import make_images
 
 
-def convert(folder: Path, output: Path) -> list[str]:
+def convert(folder: Path | str, output: Path) -> list[str]:
     lines: list[str] = []
     conversion.convert(str(folder), str(output), None, convert_to_clip, lines.append)
     return lines
 
 
-def message(folder: Path, output: Path) -> str:
+@pytest.fixture
+def in_process(monkeypatch) -> None:
+    """Converts files in this process; another imports torch, which takes two seconds."""
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess:
+        *_, source, target, _ = command
+        try:
+            reply = unpickle.convert(source, target)
+        except Exception as error:
+            reply = {"error": unpickle.reason(error)}
+        return subprocess.CompletedProcess(command, 0, json.dumps(reply), "")
+
+    monkeypatch.setattr("pipeline.runtime.conversion.subprocess.run", run)
+
+
+def message(folder: Path | str, output: Path) -> str:
     """Returns the error of a conversion, which must leave nothing behind."""
     with pytest.raises(SpecError) as caught:
         convert(folder, output)
@@ -83,6 +100,7 @@ def test_converted_models_have_equal_vectors(checkpoint, tmp_path, shards):
     assert {"config.json", "training_args.bin"} < files
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before torch 1.6"])
 def test_shared_and_unusual_tensors(tmp_path, is_zip):
     matrix = torch.randn(100, 30)
@@ -105,6 +123,7 @@ def test_shared_and_unusual_tensors(tmp_path, is_zip):
     assert found["half"].dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("in_process")
 def test_language_model_of_edje(tmp_path):
     """A file as that of MiniLM-L12: before torch 1.6, tied weights, former names of LayerNorm."""
     folder = tmp_path / "pickled"
@@ -129,6 +148,25 @@ def test_language_model_of_edje(tmp_path):
     assert all(torch.equal(found[name].cpu(), expected[name]) for name in expected)
 
 
+@pytest.mark.usefixtures("in_process")
+def test_downloads_one_format_of_a_model_on_the_hub(checkpoint, tmp_path):
+    folder = pickled(checkpoint("clip"), tmp_path / "pickled")
+    names = ["open_clip_model.safetensors", "open_clip_pytorch_model.bin", "tf_model.h5"]
+    for name in ("open_clip_config.json", *names, "flax_model.msgpack", "onnx/model.onnx"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    (tmp_path / "hub").mkdir()
+    with hub.serve(tmp_path / "hub") as server, hub.connected(server, tmp_path / "cache"):
+        server.publish("authors/pickled", folder)
+        server.publish("authors/safe", checkpoint("clip"))
+        convert("authors/pickled", tmp_path / "new")
+        text = message("authors/safe", tmp_path / "other")
+    assert text.endswith("got 'authors/safe', which has neither")
+    assert {name for name in server.sent if "model" in name} == {"pytorch_model.bin"}
+    assert (tmp_path / "new/model.safetensors").is_file()
+
+
+@pytest.mark.usefixtures("in_process")
 def test_other_files(tmp_path):
     """An adapter, modules in subfolders, a state dict within the file, hidden files."""
     folder = tmp_path / "pickled"
@@ -151,13 +189,15 @@ class Creates:
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy", "plain"])
-def test_pickled_code_is_not_executed(tmp_path, form):
+def test_pickled_code_is_not_executed(tmp_path, form, request):
     weights = {"a": Creates(tmp_path / "executed")}
     folder = checkpoint_with(
         tmp_path / "model", weights, _use_new_zipfile_serialization=form == "zip"
     )
     if form == "plain":
         (folder / "pytorch_model.bin").write_bytes(pickle.dumps(weights))
+    if form == "legacy":
+        request.getfixturevalue("in_process")
     text = message(folder, tmp_path / "new")
     assert text.startswith("model must be a checkpoint whose pickled weights are only tensors")
     assert not (tmp_path / "executed").exists()
@@ -176,11 +216,14 @@ def test_pickled_code_is_not_executed(tmp_path, form):
     ],
     ids=["bomb", "number", "sparse", "list", "module"],
 )
-def test_rejects_files_that_are_not_weights(tmp_path, weights, problem):
+def test_rejects_files_that_are_not_weights(tmp_path, weights, problem, request):
     folder = checkpoint_with(tmp_path / "model", weights)
+    if "memory" not in problem:  # which the process limits
+        request.getfixturevalue("in_process")
     assert f"has pytorch_model.bin, which {problem}" in message(folder, tmp_path / "new")
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("content", [b"", b"\x80\x02", bytes(range(256)), None])
 def test_rejects_corrupted_files(tmp_path, content):
     folder = checkpoint_with(tmp_path / "model", {"a": torch.ones(1000)})
@@ -200,6 +243,7 @@ def test_rejects_folders_without_pickles(checkpoint, tmp_path):
     )
 
 
+@pytest.mark.usefixtures("in_process")
 def test_rejects_missing_shards(checkpoint, tmp_path):
     folder = pickled(checkpoint("clip"), tmp_path / "pickled", shards=2)
     (folder / "pytorch_model-00002-of-00002.bin").unlink()
@@ -219,6 +263,20 @@ def test_keeps_an_existing_output(checkpoint, tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]
     with pytest.raises(SpecError, match="which is a URI"):
         conversion.convert(str(folder), "s3://bucket/new", None, convert_to_clip, print)
+
+
+@pytest.mark.parametrize("size", [100, 20_000], ids=["settings", "weights"])
+def test_a_full_disk(checkpoint, tmp_path, size):
+    """A limit of the size of files has the same effect."""
+    folder = pickled(checkpoint("clip"), tmp_path / "pickled")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        with pytest.raises(SpecError, match="cannot be written"):
+            convert(folder, tmp_path / "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["pickled"]
 
 
 def test_the_process_has_no_network(tmp_path):

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from opentelemetry import trace
 
-from pipeline.index.reader import Index
+from pipeline.index import EXECUTOR
+from pipeline.index.reader import IndexReader
 from pipeline.runtime import tracing
 from tests.collector import Collector, ReceivedSpan, running_collector
 from tests.conftest import run_jobs, start_job
@@ -63,12 +64,14 @@ def children(spans: list[ReceivedSpan], parent: ReceivedSpan) -> list[ReceivedSp
     return sorted((s for s in spans if s.parent == parent.id), key=lambda span: span.start)
 
 
-def test_trace_of_an_index_job(collector, collection: Callable[..., Path], tmp_path):
+@pytest.mark.parametrize("executor", ["process", pytest.param("ray", marks=pytest.mark.heavy)])
+def test_trace_of_an_index_job(collector, collection: Callable[..., Path], tmp_path, executor):
     documents = {f"d{number}": f"text {number}" for number in range(10)}
     source = {"name": "text", "path": str(collection(**documents))}
     uri, spec = str(tmp_path / "index"), str(tmp_path / "spec.yaml")
     Path(spec).write_text(yaml.safe_dump({"index": uri, "source": source, **SPEC}))
-    environment = {ENDPOINT: collector.endpoint, "OTEL_RESOURCE_ATTRIBUTES": "team=search"}
+    environment = {EXECUTOR: executor, ENDPOINT: collector.endpoint}
+    environment |= {"OTEL_RESOURCE_ATTRIBUTES": "team=search"}
     done = run_jobs(["index", spec], **environment)
     assert done.returncode == 0, done.stderr
     assert len({span.trace for span in collector.spans}) == 1
@@ -83,7 +86,10 @@ def test_trace_of_an_index_job(collector, collection: Callable[..., Path], tmp_p
     units = collector.named("unit")
     names = {f"000000-00000{number}" for number in range(3)}
     assert {span.attributes["maxray.unit"] for span in units} == names
-    assert sum(span.attributes["maxray.items"] for span in units) == Index(uri).dataset.count_rows()
+    assert (
+        sum(span.attributes["maxray.items"] for span in units)
+        == IndexReader(uri).dataset.count_rows()
+    )
     for unit in units:
         steps = children(collector.spans, unit)
         assert [step.name for step in steps] == ["read", "encode", "compress", "write"]
@@ -100,7 +106,9 @@ def test_trace_of_a_search(collector, lexical_uri, tmp_path):
     """One trace contains the spans of the proxy, the gateway and the replicas of all stages."""
     port = free_port()
     served = {"uri": lexical_uri, "num_shards": 2}
-    (tmp_path / "serve.yaml").write_text(yaml.safe_dump({"indexes": {"texts": served}}))
+    (tmp_path / "serve.yaml").write_text(
+        yaml.safe_dump({"indexes": {"texts": served}, "single_process": False})
+    )
     process = start_job(
         *("jobs.serve", "--spec", str(tmp_path / "serve.yaml"), "--port", str(port)),
         **{ENDPOINT: collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"},

@@ -87,6 +87,10 @@ def test_rows_of_an_evaluation(folder, checkpoint, match_logit):
     write(evaluation, spec["output"])
     row = evaluation.row("blip_3")
     assert (row.method, row.score, row.first_stage) == ("blip", "blip", "full.maxsim")
+    model = BlipForImageTextRetrieval.from_pretrained(checkpoint("blip"))
+    others = torch.nn.ModuleList([model.vision_model, model.vision_proj, model.text_proj])
+    num_others = sum(parameter.numel() for parameter in others.parameters())
+    assert row.rerank["parameters"] == model.num_parameters() - num_others
     with (folder / "evaluation/runs/blip_3.trec").open(encoding="utf-8") as file:
         reranked = [line.split()[2] for line in file if line.startswith("q0 ")]
     with (folder / "evaluation/runs/full.maxsim.trec").open(encoding="utf-8") as file:

@@ -16,12 +16,12 @@ import lance
 import numpy as np
 import pytest
 
-from pipeline import open_index
 from pipeline.config import SpecError
 from pipeline.index.reader import ITEMS
 from pipeline.search import cache as cache_module
 from pipeline.search.cache import cache_limit, cache_usage
 from pipeline.search.packed_file import BLOCK_BYTES, FORMAT
+from pipeline.search.searcher import open_index
 from tests.conftest import ROOT
 from tests.search.vectors import COLUMNS, DIM, lists, rows, unit, write
 
@@ -361,7 +361,7 @@ def run(code: str, *arguments: str, **options) -> subprocess.Popen:
 RANK = """
 import json, sys
 import numpy as np
-from pipeline import open_index
+from pipeline.search.searcher import open_index
 query = np.load(sys.argv[2])
 rankings = open_index(sys.argv[1]).rank([query], k=100)
 print(json.dumps([rankings[0].item_ids, rankings[0].scores]))
@@ -479,7 +479,7 @@ def append_and_pause(self, *arguments):
     os.write(1, b"writing\\n")
     signal.pause()
 packed_file.PackedWriter.append = append_and_pause
-from pipeline import open_index
+from pipeline.search.searcher import open_index
 open_index(sys.argv[1]).packed()
 """
 

@@ -164,4 +164,11 @@ def test_first_stage_keeps_enough_candidates():
     assert options.first_stage(50).num_candidates == 50
     reranked = options.model_copy(update={"rerank": Rerank(rerank_depth=60)})
     assert reranked.first_stage().num_candidates == 60
-    assert SearchOptions(representation="full", k=100).candidates_per_query == 1600
+
+
+@pytest.mark.parametrize(
+    ("candidates", "expected"), [("lemur", [1600, 25_000]), ("lemur:pq", [1600, 1600])]
+)
+def test_default_number_of_candidates(candidates, expected):
+    options = SearchOptions(k=100, candidates=candidates)
+    assert [options.candidates_per_query(items) for items in (50_000, 1_000_000)] == expected

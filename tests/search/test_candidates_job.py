@@ -15,19 +15,20 @@ import numpy as np
 import pytest
 
 from jobs import export
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.config import SpecError, Stopped
 from pipeline.index import add as add_job
 from pipeline.index import job as index_job
 from pipeline.index import recompress
 from pipeline.index.add import Progress
-from pipeline.index.reader import ITEMS, Index
+from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search import candidates_job, score
 from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResources
 from pipeline.search.maxsim import maxsim
 from pipeline.search.options import SearchOptions
+from pipeline.search.searcher import open_index
 from pipeline.search.sharded import ShardedSearcher
 from pipeline.search.shards import merge_rankings
 from tests.conftest import start_job
@@ -187,7 +188,7 @@ def test_added_rows_are_scored_before_and_after_they_have_codes(uri, generator, 
     name = f"full_{generator['name']}_1_candidates"
     before = codes(uri, name)
     add_items(uri, tmp_path / "new", 50, 1, "n")
-    (info,) = Index(str(uri)).candidates_columns.values()
+    (info,) = IndexReader(str(uri)).candidates_columns.values()
     missing = [item for item, code in codes(uri, name).items() if code is None]
     assert sorted(missing) == [f"n{i:03}" for i in range(50)]
     vectors, lengths = clustered(50, 1)
@@ -202,7 +203,7 @@ def test_added_rows_are_scored_before_and_after_they_have_codes(uri, generator, 
     after = codes(uri, name)
     assert None not in after.values()
     assert {item: after[item] for item in before} == before
-    assert Index(str(uri)).candidates_columns[name] == info
+    assert IndexReader(str(uri)).candidates_columns[name] == info
     hits = open_index(str(uri)).rank(targets, **{**options, "num_candidates": 20})
     assert sum(r.item_ids == [f"n{i:03}"] for i, r in enumerate(hits)) >= 48
     assert build(uri, generator).done == 0
@@ -268,8 +269,8 @@ def test_interrupted_build_resumes_with_the_same_bits(uri, original, tmp_path, m
     assert progress.done_before + progress.done == 6
     assert progress.done_before > 0
     assert codes(uri, name) == codes(tmp_path / "whole", name)
-    artefacts = [info.artefact for info in Index(str(uri)).candidates_columns.values()]
-    whole = Index(str(tmp_path / "whole")).candidates_columns.values()
+    artefacts = [info.artefact for info in IndexReader(str(uri)).candidates_columns.values()]
+    whole = IndexReader(str(tmp_path / "whole")).candidates_columns.values()
     assert artefacts == [info.artefact for info in whole]
 
 
@@ -300,7 +301,7 @@ def test_build_resumes_after_sigkill_with_the_same_bits(cluster, tmp_path):
     assert progress.done_before > 0 and progress.done > 0
     assert codes(uri, name) == codes(whole, name)
     (resumed,), (expected,) = (
-        Index(str(path)).candidates_columns.values() for path in (uri, whole)
+        IndexReader(str(path)).candidates_columns.values() for path in (uri, whole)
     )
     assert resumed == expected
 
@@ -345,11 +346,11 @@ def test_interrupted_refit_keeps_its_settings(uri, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(Session, "check", stop)
         build(uri, changed, refit=True)
-    assert len(Index(str(uri)).candidates_columns) == 2
+    assert len(IndexReader(str(uri)).candidates_columns) == 2
     with pytest.raises(SpecError, match=r"differs from that of the interrupted refit"):
         build(uri, {**LEMUR, "num_features": 16}, refit=True)
     build(uri, changed, refit=True)
-    (info,) = Index(str(uri)).candidates_columns.values()
+    (info,) = IndexReader(str(uri)).candidates_columns.values()
     assert info.generator["num_features"] == 32
 
 
@@ -396,7 +397,7 @@ def test_refuses_a_generator_of_replaced_vectors(uri, tmp_path):
     add(2)
     build(uri, LEMUR, representation="few")
     dataset = lance.dataset(f"{uri}/{ITEMS}")
-    info = Index(str(uri)).representation("few")
+    info = IndexReader(str(uri)).representation("few")
     dataset.drop_columns([c for c in ("few", info.assignment_column) if c in dataset.schema.names])
     add(4)
     with pytest.raises(
@@ -426,14 +427,14 @@ def test_refit_replaces_the_former_fit_when_it_is_complete(uri, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(Session, "check", stop_after_one_commit)
         build(uri, changed, refit=True)
-    index = Index(str(uri))
+    index = IndexReader(str(uri))
     assert set(index.candidates_columns) == {"full_lemur_1_candidates", "full_lemur_2_candidates"}
     info = index.representation("full")
     from pipeline.search.candidates import generators
 
     assert generators(index, info)["lemur"] == "full_lemur_1_candidates"
     build(uri, changed)
-    index = Index(str(uri))
+    index = IndexReader(str(uri))
     assert generators(index, info)["lemur"] == "full_lemur_2_candidates"
     (stored,) = index.candidates_columns.values()
     assert (stored.revision, stored.generator["num_features"]) == (2, 32)
@@ -444,7 +445,7 @@ def test_refit_replaces_the_former_fit_when_it_is_complete(uri, monkeypatch):
 def test_drop(uri):
     build(uri, LEMUR)
     candidates_job.drop(spec(uri, LEMUR), job="3", report=lambda line: None)
-    assert not Index(str(uri)).candidates_columns
+    assert not IndexReader(str(uri)).candidates_columns
     with pytest.raises(
         SpecError, match=r"^candidates must be one of exact, got 'lemur', which was"
     ):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError, parse
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.search.fusion import DEFAULT_FUSION, Fusion, FusionWeights, pool_rows
 from pipeline.search.options import SearchOptions
 from pipeline.search.score import Ranking, fuse
@@ -128,7 +128,7 @@ def test_settings_of_other_scores_are_rejected(index_uri):
         parse(SearchOptions, {"fusion": {"agreement": 0}})
     for fusion in (DEFAULT_FUSION, Fusion(agreement=0)):
         with pytest.raises(SpecError) as error:
-            SearchOptions(score="fused", fusion=fusion).resolve(Index(index_uri))
+            SearchOptions(score="fused", fusion=fusion).resolve(IndexReader(index_uri))
         assert str(error.value) == (
             "fusion.weights must be set for the score fused, got None; fit them with `maxray"
             " evaluate SPEC --fit-fusion fusion.yaml`"

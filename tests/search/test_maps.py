@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from jobs import search
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -19,6 +19,7 @@ from pipeline.search.map_images import add_header, draw_image, highlight
 from pipeline.search.maps import similarity_map, visible_time
 from pipeline.search.previews import Previews
 from pipeline.search.results import Passage, Word
+from pipeline.search.searcher import open_index
 from tests.pdfs import Page, pdf
 
 #: Lines of a page of 200 x 100 points; each letter is 6 points wide, so all boxes are known.
@@ -77,7 +78,8 @@ def test_credits_sum_to_the_score(uri):
 @pytest.mark.parametrize("representation", ["hpool_8", "samer_8", "random_8"])
 def test_compressed_representations(uri, representation):
     searcher = open_index(uri)
-    map = similarity_map(searcher, "fish", "a.pdf#page=1", representation)
+    map = similarity_map(searcher, "fish", "a.pdf#page=1", representation, by_token=False)
+    assert map.evidence == representation and map.is_shared == (representation != "random_8")
     row = searcher.index.items(["a.pdf#page=1"])
     has_vector = np.isfinite(map.values(0))
     if representation == "random_8":  # drops all other tokens
@@ -87,6 +89,30 @@ def test_compressed_representations(uri, representation):
         assert map.best_word(0).similarities[0] == np.nanmax(map.values(0))
         full = similarity_map(searcher, "fish", "a.pdf#page=1").values(0)
         assert np.corrcoef(full, map.values(0))[0, 1] > 0.5
+
+
+@pytest.mark.parametrize("representation", ["hpool_8", "samer_8"])
+def test_words_of_merged_vectors_are_compared_by_their_own(uri, representation):
+    """The values equal those of the uncompressed map, and the score is that of the search."""
+    searcher, query = open_index(uri), "fresh fish in Lisbon"
+    map = similarity_map(searcher, query, "a.pdf#page=1", representation)
+    full = similarity_map(searcher, query, "a.pdf#page=1", "full")
+    assert (map.evidence, map.representation) == ("full", representation)
+    assert not map.is_shared and map.passages == full.passages
+    for word, expected in zip(map.words, full.words, strict=True):
+        assert word.similarities == expected.similarities
+        assert word.highlight == expected.highlight
+    shared = similarity_map(searcher, query, "a.pdf#page=1", representation, by_token=False)
+    assert (map.score, map.contributions) == (shared.score, shared.contributions)
+    assert map.score != full.score
+    for word, expected in zip(map.words, shared.words, strict=True):
+        assert (word.credit, word.contribution, word.vector) == (
+            expected.credit,
+            expected.contribution,
+            expected.vector,
+        )
+    (hit,) = searcher.search(query, representation, ids=["a.pdf#page=1"])
+    assert map.passages == pytest.approx(hit.passages)
 
 
 @pytest.mark.parametrize("representation", ["full", "hpool_8", "samer_8"])
@@ -107,10 +133,13 @@ def test_whole_query_highlights_the_best_passage(uri, representation):
 def test_prefix_of_a_representation(nested_uri):
     searcher, text = open_index(nested_uri), "the lift of a wing"
     whole, prefix = (
-        similarity_map(searcher, text, "wing/1", name) for name in ("nested_8", "nested_8@3")
+        similarity_map(searcher, text, "wing/1", name, by_token=False)
+        for name in ("nested_8", "nested_8@3")
     )
+    by_token = similarity_map(searcher, text, "wing/1", "nested_8@3")
     (hit,) = searcher.search(text, "nested_8@3", ids=["wing/1"])
-    assert (prefix.representation, prefix.passages) == ("nested_8@3", hit.passages)
+    assert (by_token.representation, by_token.evidence) == ("nested_8@3", "full")
+    assert by_token.passages == hit.passages and by_token.score == prefix.score
     assert prefix.score == pytest.approx(hit.score) and prefix.score < whole.score
     assert len(prefix.words) == len(whole.words)
     similarities = np.stack([word.similarities for word in prefix.words])

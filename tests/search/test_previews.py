@@ -41,7 +41,7 @@ def test_type_of_video(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "head", [b"<html><script>", b"<svg xmlns=", b"%PDF-1.7", b"", b"#!/bin/sh"]
+    "head", [b"<html><script>", b"<svg xmlns=", b"%!PS-Adobe", b"", b"#!/bin/sh"]
 )
 def test_pages_and_scripts_have_no_type(head):
     assert media_type(head, "video") == "application/octet-stream"

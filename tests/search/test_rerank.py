@@ -18,17 +18,18 @@ import torch
 from PIL import Image, ImageOps
 
 from jobs import search
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.config import SpecError
 from pipeline.eval.evaluation import run
 from pipeline.eval.metrics import read_run
 from pipeline.eval.report.files import write
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.eval.views import depth_scans
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.schema import Composed
 from pipeline.search.map_sheets import HIT_STEP
 from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
+from pipeline.search.searcher import open_index
 from pipeline.search.sharded import ShardedSearcher
 from tests.encoders.edje.models import edje_of
 from tests.images import index_captioned, noise, png
@@ -62,7 +63,7 @@ def uri(cluster, tmp_path_factory, dual, model, photos) -> str:
 
 
 def stored_tokens(uri: str) -> dict[str, torch.Tensor | None]:
-    table = Index(uri).dataset.to_table(columns=["item_id", "rerank_tokens"])
+    table = IndexReader(uri).dataset.to_table(columns=["item_id", "rerank_tokens"])
     return {
         row["item_id"]: row["rerank_tokens"]
         and torch.tensor(np.array(row["rerank_tokens"], np.float16)).unsqueeze(0)
@@ -150,7 +151,7 @@ def test_item_without_tokens_keeps_its_rank(tmp_path, uri, model):
     searcher, reranker = open_index(uri), Reranker(model, 5)
     first = searcher.search(TEXT, k=NUM_PHOTOS, **SINGLE)
     second, sixth = first[1].item_id, first[5].item_id
-    dataset = Index(uri).dataset
+    dataset = IndexReader(uri).dataset
     table = dataset.to_table()
     column = table["rerank_tokens"].to_pylist()
     ids = table["item_id"].to_pylist()
@@ -175,7 +176,7 @@ def test_deleted_items_and_no_candidates(tmp_path, uri, model, photos):
     searcher, reranker = open_index(uri), Reranker(model)
     before = searcher.search(TEXT, rerank=reranker, **SINGLE)
     best = before[0].item_id
-    Index(uri).dataset.delete(f"item_id = '{best}'")
+    IndexReader(uri).dataset.delete(f"item_id = '{best}'")
     assert searcher.search(TEXT, rerank=reranker, **SINGLE) == before  # still at the old version
     after = open_index(uri).search(TEXT, rerank=reranker, **SINGLE)
     assert [h.item_id for h in after] == [h.item_id for h in before[1:]]

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline import open_index
 from pipeline.config import SpecError
 from pipeline.encoders.minilm import MiniLM
 from pipeline.index.reader import ITEMS
@@ -19,6 +18,7 @@ from pipeline.search import pauses
 from pipeline.search.maxsim import maxsim_oracle
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries
+from pipeline.search.searcher import open_index
 from pipeline.tokens import flat_from_arrow, pad
 
 QUERIES = ["the lift of a wing", "how to bake bread", "heat at the nose of a body"]

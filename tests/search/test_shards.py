@@ -9,10 +9,10 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from pipeline import open_index
 from pipeline.config import JobError, SpecError
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.search.options import SearchOptions
+from pipeline.search.searcher import open_index
 from pipeline.search.shards import merge_rankings
 from tests.search.vectors import DIM, rows, unit, write
 
@@ -45,7 +45,7 @@ def merged(uri: str, number: int, k: int, group_by: str | None = None, **options
 
 @pytest.mark.parametrize("number", [1, 2, 3, 10, 40])
 def test_shards_are_runs_of_all_fragments(uri, number):
-    index = Index(uri)
+    index = IndexReader(uri)
     fragments = [f.fragment_id for f in index.fragments()]
     parts = [[f.fragment_id for f in index.fragments((i, number))] for i in range(number)]
     assert list(chain.from_iterable(parts)) == fragments

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.search.searcher import open_index
 from pipeline.search.stored_items import stored_query
 from tests.conftest import write_index
 
 
 @pytest.fixture(scope="module")
-def index(index_uri) -> Index:
-    return Index(index_uri)
+def index(index_uri) -> IndexReader:
+    return IndexReader(index_uri)
 
 
-def vectors_of(index: Index, representation: str) -> dict[str, np.ndarray]:
+def vectors_of(index: IndexReader, representation: str) -> dict[str, np.ndarray]:
     """Returns the stored vectors of each item in float64."""
     found = {}
     for items, vectors, lengths in index.tokens(representation):
@@ -48,7 +48,7 @@ def test_scores_equal_maxsim_of_stored_vectors(index, index_uri, representation)
 def test_vectors_of_other_lengths_keep_them(tmp_path):
     uri = str(tmp_path / "index")
     write_index(uri, [{"compressor": {"name": "cluster", "num_vectors": 2}}])
-    index, name = Index(uri), "cluster_2"
+    index, name = IndexReader(uri), "cluster_2"
     stored = vectors_of(index, name)
     assert max(np.linalg.norm(stored["flow"], axis=1)) < 0.95
     (ranking,) = open_index(uri).rank(stored_query(index, "flow", name), name, k=8)
@@ -81,7 +81,7 @@ def test_rejects_parts_without_tokens(index):
 def test_parts_require_positions(tmp_path):
     uri = str(tmp_path / "index")
     write_index(uri, [{"compressor": {"name": "none"}}], keep_positions=False)
-    index = Index(uri)
+    index = IndexReader(uri)
     assert len(stored_query(index, "flow", "full").tokens[0]) > 3
     with pytest.raises(SpecError, match="token positions"):
         stored_query(index, "flow", "full", box=(0, 0, 1, 1))

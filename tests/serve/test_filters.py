@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.index.reader import ITEMS, Index
+from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.serve.filters import MAX_PROCESSES, Filters
 from pipeline.serve.scheduler import Caller
 from tests.serve.conftest import children, cpu_seconds
@@ -37,7 +37,7 @@ def uri(tmp_path_factory) -> str:
 
 
 def test_results_and_errors(uri):
-    edition = Index(uri).edition
+    edition = IndexReader(uri).edition
 
     async def scenario():
         filters = Filters(uri, None, 30)
@@ -65,7 +65,7 @@ def test_results_and_errors(uri):
 @pytest.mark.parametrize("reason", ["deadline", "cancelled"])
 def test_stops_work_at_deadline_or_cancellation(uri, reason):
     """Measures the CPU time of this process and its children."""
-    edition, before = Index(uri).edition, children()
+    edition, before = IndexReader(uri).edition, children()
 
     async def scenario():
         filters = Filters(uri, None, 30)
@@ -98,7 +98,7 @@ def test_stops_work_at_deadline_or_cancellation(uri, reason):
 
 
 def test_key_uses_at_most_one_process(uri):
-    edition = Index(uri).edition
+    edition = IndexReader(uri).edition
 
     async def scenario():
         filters = Filters(uri, None, 30)
@@ -119,7 +119,7 @@ def test_key_uses_at_most_one_process(uri):
 @pytest.mark.heavy
 def test_limits_memory(uri):
     """Exceeding the limit kills the process or raises an error; the next filter succeeds."""
-    edition = Index(uri).edition
+    edition = IndexReader(uri).edition
     filter = " || ".join(["text"] * 100) + " = 'x'"  # 2 GB for the 200 items
 
     async def scenario():

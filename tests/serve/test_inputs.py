@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.search.options import Rerank
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
@@ -16,7 +16,7 @@ from pipeline.serve.settings import Limits, ServedCandidates, ServedIndex
 
 @pytest.fixture(scope="module")
 def served(nested_uri) -> Served:
-    index = Index(nested_uri)
+    index = IndexReader(nested_uri)
     return Served("texts", ServedIndex(uri=nested_uri), index, index.edition)
 
 
@@ -49,7 +49,7 @@ def test_invalid_prefixes(served, field, name, message):
 
 @pytest.fixture(scope="module")
 def with_defaults(index_uri) -> Served:
-    index = Index(index_uri)
+    index = IndexReader(index_uri)
     candidates = {
         "hpool_2": ServedCandidates(generator="single", num_candidates=50),
         "hpool_4": ServedCandidates(generator="lemur"),

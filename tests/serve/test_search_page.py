@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from pathlib import Path
 
 import httpx2
 import pytest
 
+from pipeline.index.reader import IndexReader
+from pipeline.search.projection import project_items
 from pipeline.serve import search_page
 from pipeline.serve.search_page import assets
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "pipeline/serve/page"
 #: Maximum size of all files of the page as browsers receive them, in bytes.
-MAX_BYTES = 60_000
+MAX_BYTES = 80_000
 
 
 @pytest.fixture
@@ -104,7 +108,12 @@ def test_serves_no_other_files(anonymous, path):
 
 
 def test_data_requires_key(anonymous):
-    for path in ("/v1/indexes/texts/facets", "/v1/media/wing", "/v1/indexes"):
+    for path in (
+        "/v1/indexes/texts/facets",
+        "/v1/indexes/texts/map",
+        "/v1/media/wing",
+        "/v1/indexes",
+    ):
         assert anonymous.get(path).status_code == 401
 
 
@@ -123,7 +132,18 @@ def test_facets(http, client):
         assert hits[0].text.startswith(example["query"])
 
 
-def test_facets_respect_keys(url):
+def test_map(http, index_uri):
+    response = http.get("/v1/indexes/texts/map")
+    assert response.headers["content-type"].startswith("text/csv")
+    rows = list(csv.DictReader(io.StringIO(response.text)))
+    expected = project_items(IndexReader(index_uri)).to_pylist()
+    assert [row["item_id"] for row in rows] == [row["item_id"] for row in expected]
+    for row, other in zip(rows, expected, strict=True):
+        assert (float(row["x"]), float(row["y"])) == (other["x"], other["y"])
+
+
+@pytest.mark.parametrize("route", ["facets", "map"])
+def test_browsing_respects_keys(url, route):
     with httpx2.Client(base_url=url, headers={"Authorization": "Bearer mr_few"}) as http:
-        assert http.get("/v1/indexes/texts/facets").status_code == 200
-        assert http.get("/v1/indexes/whole/facets").status_code == 404
+        assert http.get(f"/v1/indexes/texts/{route}").status_code == 200
+        assert http.get(f"/v1/indexes/whole/{route}").status_code == 404

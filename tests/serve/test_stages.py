@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from pipeline.config import digest
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.serve.scheduler import Caller
 from pipeline.serve.settings import Scale, ServedIndex, Timeouts
 from pipeline.serve.stages import QueryEncoder, Ranker
@@ -14,7 +14,7 @@ from pipeline.serve.vectors import SearchVectors
 
 
 def test_encoder_loads_models_of_preloaded_representations(index_uri):
-    info = Index(index_uri).representation("hpool_2").encoder
+    info = IndexReader(index_uri).representation("hpool_2").encoder
     encoder = QueryEncoder(Scale(), {"texts": ServedIndex(uri=index_uri, preload=["hpool_2"])})
     assert list(encoder._encoders) == [digest(info.spec)]
     (queries,) = asyncio.run(encoder.encode("hpool_2", info, ["wing"], Caller("a", 60)))
@@ -26,7 +26,7 @@ def test_searcher_loads_preloaded_representations(index_uri):
     searcher = Ranker(served, Scale(), Timeouts(), (0, 2))
     stats = asyncio.run(searcher.record_routing_stats())
     vectors = SearchVectors("hpool_2", "maxsim", "exact")
-    assert stats == {"loaded": {(Index(index_uri).edition, vectors)}}
+    assert stats == {"loaded": {(IndexReader(index_uri).edition, vectors)}}
     reranker = Ranker(served, Scale(), Timeouts())
     assert asyncio.run(reranker.record_routing_stats()) == {"loaded": set()}
 

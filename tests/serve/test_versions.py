@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import lance
 import pytest
 
-from pipeline.index.reader import ITEMS, Edition, Index, open_edition
+from pipeline.index.reader import ITEMS, Edition, IndexReader, open_edition
 from pipeline.search.searcher import Searcher
 from pipeline.serve.settings import Timeouts
 from pipeline.serve.versions import MAX_OPEN_VERSIONS, Versions
@@ -44,7 +44,7 @@ class Opened:
 def delete(uri: str, number: int) -> Edition:
     """Deletes the items of a fragment and returns the new version."""
     lance.dataset(f"{uri}/{ITEMS}").delete(f"item_id IN ('i{2 * number}', 'i{2 * number + 1}')")
-    return Index(uri).edition
+    return IndexReader(uri).edition
 
 
 def storage(searcher: Searcher, number: int) -> weakref.ref:
@@ -59,7 +59,7 @@ def wait_for_release(reference: weakref.ref, timeout_s: float = 30) -> None:
 
 
 def test_threads_open_a_version_once(uri):
-    opened, edition = Opened(uri, 60), Index(uri).edition
+    opened, edition = Opened(uri, 60), IndexReader(uri).edition
     barrier = threading.Barrier(8)
 
     def get() -> Searcher:
@@ -72,7 +72,7 @@ def test_threads_open_a_version_once(uri):
 
 
 def test_unused_version_is_closed_without_further_requests(uri):
-    opened, first = Opened(uri, 0.3), Index(uri).edition
+    opened, first = Opened(uri, 0.3), IndexReader(uri).edition
     old, common = (storage(opened.get(first), number) for number in (0, 1))
     second = delete(uri, 0)
     newest = weakref.ref(opened.get(second))
@@ -85,7 +85,7 @@ def test_unused_version_is_closed_without_further_requests(uri):
 
 
 def test_used_version_stays_open(uri):
-    opened, first = Opened(uri, 0.5), Index(uri).edition
+    opened, first = Opened(uri, 0.5), IndexReader(uri).edition
     searcher = opened.get(first)
     opened.get(delete(uri, 0))
     end = time.monotonic() + 1.5
@@ -99,7 +99,7 @@ def test_used_version_stays_open(uri):
 
 def test_unused_time_begins_when_the_next_version_is_open(uri):
     """Until then, requests begin with the earlier version."""
-    opened, first = Opened(uri, 0.6), Index(uri).edition
+    opened, first = Opened(uri, 0.6), IndexReader(uri).edition
     searcher = opened.get(first)
     time.sleep(0.8)
     opened.get(delete(uri, 0))
@@ -107,7 +107,7 @@ def test_unused_time_begins_when_the_next_version_is_open(uri):
 
 
 def test_number_of_open_versions(uri):
-    opened, first = Opened(uri, 60), Index(uri).edition
+    opened, first = Opened(uri, 60), IndexReader(uri).edition
     second = delete(uri, 0)
     references = [storage(opened.get(first), 0), storage(opened.get(second), 0)]
     opened.get(delete(uri, 1))
@@ -117,7 +117,7 @@ def test_number_of_open_versions(uri):
 
 
 def test_request_can_use_a_version_that_is_closed_meanwhile(uri):
-    opened, first = Opened(uri, 0.2), Index(uri).edition
+    opened, first = Opened(uri, 0.2), IndexReader(uri).edition
     searcher = opened.get(first)
     reference = storage(searcher, 0)
     opened.get(delete(uri, 0))
@@ -129,7 +129,7 @@ def test_request_can_use_a_version_that_is_closed_meanwhile(uri):
 
 def test_failed_opening_is_repeated(uri):
     opened = Opened(uri, 60)
-    edition = Index(uri).edition
+    edition = IndexReader(uri).edition
     lance.dataset(f"{uri}/{ITEMS}").delete("item_id = 'i0'")
     with pytest.raises(Exception, match="must be the index being served"):
         opened.get(edition._replace(content="0"))

@@ -88,9 +88,17 @@ def test_accumulated_gradients_are_the_mean_over_batches(model, tmp_path):
     assert figures["gradient_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, pytest.param(5, marks=pytest.mark.heavy)])
-def test_resumed_run_equals_uninterrupted_run(model, tmp_path, stop, monkeypatch):
-    whole = trained(spec_of(tmp_path / "whole", model))
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """Weights after a run that was not interrupted."""
+    return trained(spec_of(tmp_path_factory.mktemp("whole"), model))
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [1, pytest.param(2, marks=pytest.mark.heavy), 3, pytest.param(5, marks=pytest.mark.heavy)],
+)
+def test_resumed_run_equals_uninterrupted_run(model, whole, tmp_path, stop, monkeypatch):
     spec = spec_of(tmp_path / "broken", model)
     steps = []
 
@@ -120,13 +128,12 @@ def dropping(model: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
 @pytest.mark.parametrize(
-    ("learner", "model_drops"),
+    ("learner", "model_drops", "activation_checkpointing"),
     [
-        ({"trainable": "all"}, True),
-        ({"trainable": "projection"}, False),
-        ({"trainable": "lora", "lora": {"rank": 2, "alpha": 4, "dropout": 0.5}}, False),
+        ({"trainable": "all"}, True, True),
+        ({"trainable": "projection"}, False, False),
+        ({"trainable": "lora", "lora": {"rank": 2, "alpha": 4, "dropout": 0.5}}, False, False),
     ],
     ids=["all", "projection", "lora"],
 )
@@ -222,6 +229,7 @@ def test_non_finite_loss_aborts_with_the_step(model, tmp_path, monkeypatch):
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.heavy
 def test_killed_process_resumes(model, tmp_path):
     whole = trained(spec_of(tmp_path / "whole", model, epochs=8))
     spec = spec_of(tmp_path / "killed", model, epochs=8)

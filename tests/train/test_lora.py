@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers import BertConfig, BertModel
@@ -9,6 +11,7 @@ from transformers import BertConfig, BertModel
 from examples.papers.synthetic import BINDING, SHAPES
 from pipeline import config
 from pipeline.config import SpecError
+from pipeline.encoders.loading import ADAPTER_SETTINGS
 from pipeline.registry import ENCODERS
 from pipeline.train.loop import Loop, check
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
@@ -222,6 +225,15 @@ def test_rejects_invalid_settings_for_minilm(tmp_path, checkpoint):
     settings = BertConfig(hidden_size=48, num_hidden_layers=6, num_attention_heads=4)
     BertModel(settings).save_pretrained(narrow)
     ENCODERS.build(ENCODERS.resolve(MINILM)).tokenizer.save_pretrained(narrow)
+    with pytest.raises(
+        SpecError, match="^adapter must be an adapter of .*narrow, got .*first/model"
+    ):
+        ENCODERS.build(ENCODERS.resolve({**begins, "model": str(narrow)}))
+    # Base models are not compared if one is named by a folder and the other by a repository.
+    settings_path = tmp_path / "first" / "model" / ADAPTER_SETTINGS
+    settings_path.write_text(
+        json.dumps(json.loads(settings_path.read_text()) | {"base_model_name_or_path": "a/model"})
+    )
     with pytest.raises(
         SpecError, match="^adapter must be .*first/model.*cannot be read .*size mismatch"
     ):

@@ -55,7 +55,7 @@ def assert_same_runs(one: Path, other: Path) -> None:
 
 def test_ray_and_this_process_train_alike(cluster, model, tmp_path, capsys, monkeypatch):
     """Also if a run resumes on Ray that was interrupted in this process."""
-    run = spec_of(tmp_path / "here", model, eval_every=3, checkpoint_every=1)
+    run = spec_of(tmp_path / "here", model, max_steps=3, eval_every=2, checkpoint_every=1)
     study = config.parse(StudySpec, {**config.dump(run), "sweep": {"seed": [0, 1]}})
     path = str(tmp_path / "spec.yaml")
     Path(path).write_text(config.dump_yaml(study), "utf-8")
@@ -65,7 +65,7 @@ def test_ray_and_this_process_train_alike(cluster, model, tmp_path, capsys, monk
     step = Loop._step
 
     def breaking(self, batches):
-        if self.step == 3:
+        if self.step == 2:
             raise KeyboardInterrupt
         return step(self, batches)
 
@@ -80,7 +80,7 @@ def test_ray_and_this_process_train_alike(cluster, model, tmp_path, capsys, monk
     assert output.count(STARTED) == 1  # for both runs
     assert "run 2 of 2: seed 1" in output and "± " in output
     resumed = output.partition("run 2 of 2")[2]
-    assert "step 4/6" in resumed and "step 3/6" not in resumed
+    assert "step 3/3" in resumed and "step 2/3" not in resumed
     for name in ("seed-0", "seed-1"):
         assert_same_runs(tmp_path / "here" / name, tmp_path / "ray" / name)
 

@@ -25,7 +25,7 @@ from tests.train.runs import assert_same, logged, run_workers, spec_of, trained,
         pytest.param(
             {}, {"mini_batch_size": 3, "gradient_accumulation_steps": 3}, marks=pytest.mark.heavy
         ),
-        ({"symmetric": True, "learn_temperature": True}, {"fsdp": True, "eval_every": 3}),
+        ({"symmetric": True, "learn_temperature": True}, {"fsdp": True, "max_steps": 3}),
         pytest.param(
             {"trainable": "lora", "lora": {"rank": 4, "alpha": 8}},
             {"fsdp": True, "mini_batch_size": 3, "gradient_accumulation_steps": 3},

@@ -377,7 +377,7 @@ def test_process_is_replaced_after_many_files(tmp_path):
     process.stop()
 
 
-@pytest.mark.parametrize("name", ["a.wav", "a.m4a"])
+@pytest.mark.parametrize("name", ["a.wav", pytest.param("a.m4a", marks=pytest.mark.heavy)])
 def test_memory_is_independent_of_duration(tmp_path, name):
     peaks = []
     for seconds in (60, 180):

@@ -440,9 +440,16 @@ def long_video(path: Path, seconds: int) -> Path:
     )
 
 
-@pytest.mark.parametrize("sampling", ["fps", "scenes"])
-def test_memory_is_independent_of_duration(tmp_path, sampling):
-    short, long = (long_video(tmp_path / f"{s}.mp4", s) for s in (60, 480))
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory) -> list[Path]:
+    """Returns a video of a minute and one of eight."""
+    folder = tmp_path_factory.mktemp("videos")
+    return [long_video(folder / f"{s}.mp4", s) for s in (60, 480)]
+
+
+@pytest.mark.parametrize("sampling", ["fps", pytest.param("scenes", marks=pytest.mark.heavy)])
+def test_memory_is_independent_of_duration(videos, sampling):
+    short, long = videos
     limit = 1.35 * peak_memory(short, 60, sampling=sampling)
     # Keeping all frames and audio would add a half in every run. On a busy machine, buffers of the
     # decoder add almost as much in some runs.

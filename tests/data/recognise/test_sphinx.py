@@ -58,12 +58,12 @@ def test_confidence(sphinx, lines):
     assert confidences["my"] > 0.5 > confidences["lovely"]  # correct, and incorrect
 
 
-def test_min_confidence(speech, lines):
+def test_min_confidence(sphinx, speech):
     samples, rate = speech
     start = item(samples[: 3 * rate], rate)
     words, filtered = (
-        [word for line in Sphinx(Sphinx.Spec(**fields)).lines(start) for word in line.words]
-        for fields in ({}, {"min_confidence": 0.5})
+        [word for line in recogniser.lines(start) for word in line.words]
+        for recogniser in (sphinx, Sphinx(Sphinx.Spec(min_confidence=0.5)))
     )
     assert filtered == [word for word in words if word.confidence >= 0.5]
     assert 0 < len(filtered) < len(words)

@@ -17,7 +17,6 @@ from pipeline.eval.planning.models import plan_model, published_models
 from pipeline.index.spec import IndexSpec
 from pipeline.registry import ENCODERS
 from tests import hub
-from tests.conftest import start_job
 from tests.images import make_images
 from tests.peers import remake
 
@@ -65,6 +64,10 @@ def test_a_hub_model_without_its_weights(server, checkpoint, tmp_path):
         "bytes=0-100000"
     }
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    paths = [path for _, path, _ in server.requests]
+    assert len([path for path in paths if path.startswith("/api/")]) == 3
+    small = {name for name in paths if "/resolve/" in name and not name.endswith(".safetensors")}
+    assert len(small) < 12 and all(paths.count(name) < 3 for name in small)  # HEAD and GET
     spec = plan_model(COLQWEN2, ["encoder.revision=v1"]).spec
     assert spec["encoder"] == {
         **{"name": "colpali", "model": COLQWEN2, "revision": "v1", "max_pixels": 602112}
@@ -132,6 +135,14 @@ def test_offline_from_the_cache(server, checkpoint, tmp_path):
     assert not any(line.startswith("weights") for line in offline.lines)
 
 
+def test_corrupted_weights_on_the_hub(server, checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("siglip"), tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"\xff" * 9000)
+    server.publish("authors/model", folder)
+    with pytest.raises(SpecError, match="has a truncated or corrupted safetensors file on the hub"):
+        plan_model("authors/model")
+
+
 def test_a_model_with_pickled_weights(server, checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint("siglip"), tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -163,28 +174,38 @@ def test_a_model_that_is_nothing(model):
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_with_truncated_weights(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("siglip"), tmp_path / "model")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(SpecError, match="has a truncated or corrupted model.safetensors"):
+        plan_model(str(folder))
+
+
+def test_an_adapter_that_names_a_revision_of_its_base(tmp_path):
+    """The revision means nothing if the base is a folder."""
+    folder = remake.checkpoint("colqwen2", tmp_path / "made") / "adapter"
+    settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "revision": "v7"}))
+    assert "encoder colpali" in plan_model(str(folder)).lines[0]
+
+
 def test_a_folder_that_is_nothing(tmp_path):
     with pytest.raises(SpecError, match="^model must be") as caught:
         plan_model(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
-def test_the_command_and_its_exit_code(checkpoint, tmp_path):
+def test_the_command(checkpoint, tmp_path, capsys):
     (tmp_path / "hub").mkdir()
-    with hub.serve(tmp_path / "hub") as server:
+    with hub.serve(tmp_path / "hub") as server, hub.connected(server, tmp_path / "cache"):
         server.publish("authors/model", checkpoint("siglip"))
-        settings = {
-            "HF_ENDPOINT": server.url,
-            "HF_HUB_OFFLINE": "0",
-            "HF_HOME": str(tmp_path / "home"),
-        }
-        good = start_job("jobs.plan", "--model", "authors/model", **settings)
-        bad = start_job("jobs.plan", "--model", "authors/another", **settings)
-        output, _ = good.communicate(timeout=120)
-        _, error = bad.communicate(timeout=120)
-    assert (good.returncode, bad.returncode) == (0, 2)
-    assert yaml.safe_load(output)["encoder"] == {"name": "dual", "model": "authors/model"}
-    assert error.startswith("error: model must be") and error.count("\n") == 1
+        plan.main(["--model", "authors/model"])
+        with pytest.raises(SpecError, match="^model must be") as caught:
+            plan.main(["--model", "authors/another"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["encoder"] == {"name": "dual", "model": "authors/model"}
+    assert "\n" not in str(caught.value)
 
 
 def test_presets_are_fields_of_an_encoder():

@@ -5,13 +5,13 @@ import torch
 
 from pipeline.config import SpecError
 from pipeline.eval.recommend.sample import draw_sample
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.search.searcher import open_index
 from tests.conftest import write_index
 
 
 def draw(index_uri, **options):
-    index = Index(index_uri)
+    index = IndexReader(index_uri)
     return draw_sample(index, index.representation("full"), **{"seed": 0, "size": 3, **options})
 
 

@@ -23,7 +23,7 @@ def test_draws_all_figures():
         "diagnostics_quality": 3,
     }
     for figure in by_name.values():
-        image = imread(io.BytesIO(figure.png()))
+        image = imread(io.BytesIO(figure.file("png")))
         assert image.std() > 0.01 and min(image.shape[:2]) > 400
         for svg in figure.svgs():
             assert svg.startswith("<svg") and "currentColor" in svg

@@ -11,6 +11,8 @@ from pipeline.eval.examples import Document, Example, HitImage
 from pipeline.eval.report import html
 from tests.eval.evaluations import evaluation_of, result
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
 UNESCAPED = '<b>bold</b> & "quoted" <script>alert(1)</script>'
 
 

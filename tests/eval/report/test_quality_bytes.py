@@ -9,7 +9,7 @@ from pipeline.eval.report.quality_bytes import (
     Panel,
     _figure,
     panels,
-    quality_bytes_png,
+    quality_bytes_file,
     quality_bytes_svg,
 )
 from tests.eval.evaluations import evaluation_of, result
@@ -33,7 +33,7 @@ def test_distant_bm25_does_not_stretch_axis(bm25, is_line):
 @pytest.mark.parametrize("rows", [slice(0, 6), slice(0, 2), slice(1, 2), slice(2, 3), slice(4, 5)])
 def test_draws_any_rows(results, rows):
     evaluation = evaluation_of(results[rows])
-    image = imread(io.BytesIO(quality_bytes_png(evaluation)))
+    image = imread(io.BytesIO(quality_bytes_file(evaluation, "png")))
     assert image.std() > 0.01
     assert min(image.shape[:2]) > 500
     for panel in panels(evaluation):

@@ -12,6 +12,8 @@ from pipeline.eval.report.tables import (
     budget,
     comparisons_table,
     metrics_csv,
+    paper_csv,
+    paper_table,
     per_query_csv,
     query_categories_csv,
     table,
@@ -168,3 +170,24 @@ def test_planned_comparisons_are_corrected_among_themselves():
     both = evaluation_of(rows, spec=spec).planned_comparisons
     assert both[0].p == pytest.approx(2 * planned.p)
     assert evaluation_of(rows).planned_comparisons == []
+
+
+def test_table_of_a_paper():
+    quality = [[0.5 + 0.01 * (q % 3) + 0.01 * row for q in range(12)] for row in range(3)]
+    rows = [result(f"r{n}", f"m_{n}", quality=values) for n, values in enumerate(quality)]
+    spec = {**evaluation_of(rows).spec, "labels": {"m_2": "100 % ours"}}
+    spec["comparisons"] = [["r2.maxsim", "r0.maxsim"], ["r1.maxsim", "r2.maxsim"]]
+    evaluation = evaluation_of(rows, spec=spec)
+    assert evaluation.better_than["r2.maxsim"] == ["r0.maxsim", "r1.maxsim"]
+    lines = paper_table(evaluation).splitlines()
+    assert "12 queries" in lines[0] and "the planned comparisons" in lines[2]
+    (ours,) = (line for line in lines if "ours" in line)
+    assert ours.startswith(
+        r"$c$ & 100 \% ours & 32 & 31.5 & 24,192 & 0.530$^{ab}$ {\scriptsize [0.52"
+    )
+    assert r"$a$ & m\_0 & " in lines[8] and "^" not in lines[8]
+    *_, last = csv.DictReader(io.StringIO(paper_csv(evaluation)))
+    assert (last["method"], last["better_than"]) == ("100 % ours", "r0.maxsim r1.maxsim")
+    assert float(last["nDCG@10 low"]) < float(last["nDCG@10"]) < float(last["nDCG@10 high"])
+    many = evaluation_of([result(f"r{n}") for n in range(27)])
+    assert "$(27)$ & " in paper_table(many)

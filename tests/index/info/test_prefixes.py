@@ -6,13 +6,13 @@ import pytest
 from pipeline.compression.random import Random
 from pipeline.config import SpecError
 from pipeline.index.info import is_nested
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.status import representation_stats
 
 
 @pytest.fixture(scope="module")
-def index(nested_uri) -> Index:
-    return Index(nested_uri)
+def index(nested_uri) -> IndexReader:
+    return IndexReader(nested_uri)
 
 
 def test_prefix_of_a_nested_representation(index):
@@ -55,7 +55,7 @@ def test_vectors_that_are_not_nested(index):
 def test_index_without_nested_vectors(index_uri):
     rule = "must be a name without @K, got 'full@2', which stores no nested vectors"
     with pytest.raises(SpecError, match=rule):
-        Index(index_uri).representation("full@2")
+        IndexReader(index_uri).representation("full@2")
 
 
 @pytest.mark.parametrize("codec", ["", "_int8"])
@@ -80,7 +80,7 @@ def test_sizes_of_a_prefix_equal_a_smaller_column(index, filter):
 
 def test_prefix_of_selected_tokens_has_one_assignment_per_vector(index_uri, monkeypatch):
     monkeypatch.setattr(Random, "is_nested", True)
-    index = Index(index_uri)
+    index = IndexReader(index_uri)
     sizes = [
         representation_stats(index, name)["bytes_assignment"] for name in ("random_4", "random_4@2")
     ]

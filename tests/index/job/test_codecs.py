@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.config import SpecError
 from pipeline.eval.planning.trial import dry_run
 from pipeline.index import add, job, recompress
@@ -20,10 +20,11 @@ from pipeline.index.columns import Representation, all_representations
 from pipeline.index.export import export
 from pipeline.index.fitting import load_fit_sample
 from pipeline.index.listing import CONTENT, content_hashes
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
 from pipeline.registry import CODECS
+from pipeline.search.searcher import open_index
 from tests.tiny import SLEEPING
 
 FULL = {"compressor": "none"}
@@ -70,7 +71,7 @@ def artefacts(uri: Path) -> set[str]:
 def vectors(uri: Path, name: str) -> dict[str, np.ndarray]:
     """Returns the decoded vectors by item id."""
     by_id = {}
-    for rows, flat, lengths in Index(str(uri)).tokens(name):
+    for rows, flat, lengths in IndexReader(str(uri)).tokens(name):
         items = np.split(flat.astype(np.float64), np.cumsum(lengths)[:-1])
         by_id |= dict(zip(rows["item_id"].to_pylist(), items, strict=True))
     return by_id
@@ -128,7 +129,7 @@ def uri(original: Path, tmp_path: Path) -> Path:
 
 
 def test_codebook_is_fitted_once_for_all_runs(uri):
-    index = Index(str(uri))
+    index = IndexReader(str(uri))
     info = index.representation("residual")
     assert info.artefact is None and info.codec_artefact in artefacts(uri)
     assert index.representation("full").codec_artefact is None
@@ -159,7 +160,11 @@ def test_search_scores_decoded_vectors(uri, name):
     query /= np.linalg.norm(query, axis=1, keepdims=True)
     hits = open_index(str(uri)).search([query], name, k=len(DOCUMENTS))[0]
     transformed = (
-        Index(str(uri)).codec(name).transform_queries(torch.from_numpy(query)).double().numpy()
+        IndexReader(str(uri))
+        .codec(name)
+        .transform_queries(torch.from_numpy(query))
+        .double()
+        .numpy()
     )
     assert np.array_equal(transformed, query) == (name != "full_int8")
     scores = {i: (transformed @ item.T).max(axis=1).sum() for i, item in vectors(uri, name).items()}
@@ -170,7 +175,7 @@ def test_recompress_fits_and_resumes(uri):
     more = {"compressor": {"name": "hpool", "num_vectors": 2}, "codec": CODEC, "id": "more"}
     before = artefacts(uri)
     assert run_recompress(uri, more, fit_items=6).rows == len(DOCUMENTS)
-    info = Index(str(uri)).representation("more")
+    info = IndexReader(str(uri)).representation("more")
     assert artefacts(uri) - before == {info.codec_artefact}
     expected = vectors(uri, "more")
     progress = run_recompress(
@@ -182,12 +187,12 @@ def test_recompress_fits_and_resumes(uri):
 
 
 def load_sample(uri: Path, name: str) -> Sample:
-    return load_fit_sample(str(uri), Index(str(uri)).representation(name))
+    return load_fit_sample(str(uri), IndexReader(str(uri)).representation(name))
 
 
 def hashes(uri: Path, filter: str | None = None) -> set[int]:
     """Returns the content hashes of the items of an index."""
-    batches = Index(str(uri)).batches(CONTENT, filter=filter)
+    batches = IndexReader(str(uri)).batches(CONTENT, filter=filter)
     return {value for batch in batches for value in content_hashes(batch).tolist()}
 
 
@@ -195,7 +200,7 @@ def test_sample_is_recorded(uri):
     sample = load_sample(uri, "residual")
     assert sample.origin == {} and len(sample.items_N) == 4  # the first run listed only four items
     assert set(sample.items_N.tolist()) <= hashes(uri)
-    assert not Index(str(uri)).representation("full").is_fitted
+    assert not IndexReader(str(uri)).representation("full").is_fitted
 
 
 @pytest.mark.heavy
@@ -212,7 +217,9 @@ def test_separate_calibration_source(tmp_path, uri, collection):
     assert sample.origin["source"]["path"] == str(calibration)
     assert set(sample.items_N.tolist()) == hashes(tmp_path / "apart")
     assert not set(sample.items_N.tolist()) & hashes(tmp_path / "new")
-    learned, expected = (Index(str(tmp_path / name)).codec("residual") for name in ("new", "apart"))
+    learned, expected = (
+        IndexReader(str(tmp_path / name)).codec("residual") for name in ("new", "apart")
+    )
     for key in ("centroids", "cutoffs", "weights"):
         assert np.array_equal(learned.artefact[key], expected.artefact[key])
 
@@ -231,7 +238,9 @@ def test_recompress_fits_on_a_separate_sample(uri, original):
     assert sample.origin == {"index": str(original), "filter": filter}
     assert np.array_equal(sample.items_N, filtered.items_N)
     assert len(artefacts(uri) - before) == 2  # equal samples with different origins
-    learned, expected = (Index(str(uri)).codec(name).artefact for name in ("elsewhere", "filtered"))
+    learned, expected = (
+        IndexReader(str(uri)).codec(name).artefact for name in ("elsewhere", "filtered")
+    )
     assert all(np.array_equal(learned[key], expected[key]) for key in expected)
 
 
@@ -255,7 +264,7 @@ def test_recompress_fits_on_a_separate_sample(uri, original):
 def test_rejects_invalid_sample(uri, fields, message):
     with pytest.raises(SpecError, match=message):
         run_recompress(uri, {**RESIDUAL, "id": "more"}, **fields)
-    assert "more" not in Index(str(uri)).representations()
+    assert "more" not in IndexReader(str(uri)).representations()
 
 
 def test_rejects_missing_calibration_source(tmp_path, collection):
@@ -277,7 +286,7 @@ def test_fitted_compressor_with_fitted_codec(cluster, tmp_path, collection):
         encoder="minilm",
     )
     make_index(spec)
-    (info,) = Index(str(tmp_path / "index")).representations().values()
+    (info,) = IndexReader(str(tmp_path / "index")).representations().values()
     assert artefacts(tmp_path / "index") == {info.artefact, info.codec_artefact}
     learned = load_artefact(str(tmp_path / "index"), info.codec_artefact, info.codec_fit)
     # The codec is fitted on compressed vectors, so its centroids are near those of the compressor.
@@ -302,7 +311,7 @@ def test_recompression_from_quantised_vectors(cluster, tmp_path, collection):
     for item_id, item in source.items():
         np.testing.assert_allclose(pooled[item_id], item, atol=4e-3)
         assert np.array_equal(bits[item_id] > 0, item > 0)
-    assert bool(Index(str(uri)).codec("residual").artefact["normalised"])
+    assert bool(IndexReader(str(uri)).codec("residual").artefact["normalised"])
     export(str(uri), str(tmp_path / "out"), "full_int8", form="npy", report=lambda line: None)
     exported = np.load(tmp_path / "out/documents.npy")
     assert exported.dtype == np.float32
@@ -325,7 +334,7 @@ def test_rejects_small_sample_before_storing_anything(cluster, tmp_path, collect
     field = "representations.full_residual_4.codec.num_centroids"
     with pytest.raises(SpecError, match=f"{field} must be {rule}, got 256"):
         make_index(spec)
-    assert Index(str(tmp_path / "index")).representations() == {}
+    assert IndexReader(str(tmp_path / "index")).representations() == {}
 
 
 def test_rejects_other_settings_and_corrupted_codebooks(uri):
@@ -335,8 +344,8 @@ def test_rejects_other_settings_and_corrupted_codebooks(uri):
         match=rf"representations.{name}.codec must be .*, as in the index, got .*; set `id`",
     ):
         run_recompress(uri, {**FULL, "codec": {"name": "residual", "num_centroids": 4}, "id": name})
-    artefact = Index(str(uri)).representation(name).codec_artefact
-    other = Index(str(uri)).representation("pooled_residual").codec_artefact
+    artefact = IndexReader(str(uri)).representation(name).codec_artefact
+    other = IndexReader(str(uri)).representation("pooled_residual").codec_artefact
     shutil.copy(uri / f"artefacts/{other}.npz", uri / f"artefacts/{artefact}.npz")
     with pytest.raises(
         SpecError, match="index must be an index with the artefact .*contains another art"

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.eval.planning.trial import dry_run
 from pipeline.index import job
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search.map_images import highlight
 from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
+from pipeline.search.searcher import open_index
 from tests.conftest import ROOT, actor_pools
 from tests.images import noise, png
 
@@ -113,11 +114,11 @@ def index(request, cluster, checkpoint, folder) -> tuple[str, Path]:
 
 def test_indexed_and_rejected_items(index, folder):
     family, uri = index
-    table = Index(str(uri)).dataset.to_table(["item_id", "source", "full", "hpool_8"])
+    table = IndexReader(str(uri)).dataset.to_table(["item_id", "source", "full", "hpool_8"])
     sound = {"speech"} if family == "qwen2_5_omni" else set()
     assert set(table["source"].to_pylist()) == {"pages", "photos", "clips", *sound}
     item_ids = table["item_id"].to_pylist()
-    rejected = Index(str(uri)).rejects()
+    rejected = IndexReader(str(uri)).rejects()
     rejects = dict(
         zip(rejected["item_id"].to_pylist(), rejected["reason"].to_pylist(), strict=True)
     )
@@ -170,7 +171,9 @@ def test_matches_of_frames_have_times(index):
 
 def test_metadata_records_the_number_of_encoded_frames(index):
     family, uri = index
-    rows = Index(str(uri)).dataset.to_table(["metadata"], filter="source = 'clips'").to_pylist()
+    rows = (
+        IndexReader(str(uri)).dataset.to_table(["metadata"], filter="source = 'clips'").to_pylist()
+    )
     metadata_rows = [json.loads(row["metadata"]) for row in rows]
     assert any(len(metadata["frames"]) > 2 for metadata in metadata_rows)
     for metadata in metadata_rows:

@@ -22,11 +22,10 @@ import yaml
 
 import jobs
 from pipeline import config
-from pipeline.index import job
+from pipeline.index import EXECUTOR, job
 from pipeline.index.lease import Lease
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.index.stage import REUSE_PROCESSES
 from pipeline.index.status import status
 from tests.conftest import CRANFIELD, ROOT
 
@@ -98,7 +97,7 @@ jobs.run(main)
             **os.environ,
             "RAY_ADDRESS": cluster,
             "PYTHONPATH": str(ROOT),
-            REUSE_PROCESSES: "0",  # the tests kill actors
+            EXECUTOR: "ray",  # the tests kill actors
         },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -163,8 +162,8 @@ def check_complete(index: Path, uninterrupted: pa.Table) -> None:
     assert summary["state"] == "done"
     assert summary["listed"] == NUM_ITEMS
     assert summary["indexed"] == NUM_ITEMS - 1
-    assert Index(str(index)).rejects()["reason"].to_pylist() == ["empty text"]
-    assert Index(str(index)).lease() is None
+    assert IndexReader(str(index)).rejects()["reason"].to_pylist() == ["empty text"]
+    assert IndexReader(str(index)).lease() is None
     assert table(index).equals(uninterrupted)
 
 
@@ -183,11 +182,11 @@ def test_sigkill_to_the_driver(folder: Path, cluster: str, uninterrupted: pa.Tab
     driver.kill()
     finish(driver)
     rows_before = committed(index)
-    dataset = Index(str(index)).dataset
+    dataset = IndexReader(str(index)).dataset
     assert Lease.from_dataset(dataset).owner  # not released ...
     (job,) = status(str(index))["jobs"]
     assert (
-        Index(str(index)).lease() is None and job["state"] == "killed"
+        IndexReader(str(index)).lease() is None and job["state"] == "killed"
     )  # ... but its holder is known to be dead
     run(folder, index.name)
     check_resumed(index, rows_before)
@@ -215,7 +214,7 @@ def test_sigterm_commits_finished_work(folder: Path, cluster: str, uninterrupted
     wait_for_rows(index, driver)
     driver.terminate()
     assert finish(driver) == 143
-    assert Index(str(index)).lease() is None
+    assert IndexReader(str(index)).lease() is None
     assert last_job(index)["state"] == "stopped"
     rows_before = committed(index)
     assert rows_before == last_job(index)["new"]
@@ -242,10 +241,10 @@ def test_driver_suspended_beyond_its_lease_adds_no_rows(
     time.sleep(4.5)
     run(folder, index.name)
     check_complete(index, uninterrupted)
-    version = Index(str(index)).version
+    version = IndexReader(str(index)).version
     os.kill(suspended.pid, signal.SIGCONT)
     _, error = suspended.communicate(timeout=60)
     assert suspended.returncode == 1
     assert error.splitlines()[-1].startswith(f"error: the lease on {index} was taken by ")
-    assert Index(str(index)).version == version
+    assert IndexReader(str(index)).version == version
     assert table(index).equals(uninterrupted)

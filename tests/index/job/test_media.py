@@ -15,15 +15,16 @@ import soundfile
 from PIL import Image, ImageDraw, ImageFont
 
 from jobs import search
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import job
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search.map_images import highlight
 from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
 from pipeline.search.results import Hit
+from pipeline.search.searcher import open_index
 from tests.conftest import ROOT, actor_pools
 from tests.media import frame_times, make_tar, tones, write_video
 
@@ -44,7 +45,7 @@ def run(uri: Path, source: Any, encoder: Any, *representations: dict, **resource
 
 
 def rejects(uri: Path) -> dict[str, str]:
-    table = Index(str(uri)).rejects()
+    table = IndexReader(str(uri)).rejects()
     return dict(zip(table["item_id"].to_pylist(), table["reason"].to_pylist(), strict=True))
 
 
@@ -118,7 +119,7 @@ def test_reject_reasons(uri):
         "empty.wav": "empty file",
         "quiet#t=0,1": NOTHING,
     }
-    details = {r["item_id"]: r["detail"] for r in Index(str(uri)).rejects().to_pylist()}
+    details = {r["item_id"]: r["detail"] for r in IndexReader(str(uri)).rejects().to_pylist()}
     assert (details["quiet#t=0,1"], details["silence.wav#t=0,1"]) == ("file x.tar", "")
 
 
@@ -161,12 +162,12 @@ def test_image_is_found_by_its_caption(uri):
     assert (hit.item_id, hit.text) == ("sea.jpg", "Two riders on horses at the beach")
     assert {m.query_token for m in hit.matches} >= {"people", "riding", "sea"}
     assert hit.matches[1].spans and not hit.matches[1].locations
-    row = Index(str(uri)).items(["sea.jpg"], ["full", "caption_full", "text"]).to_pylist()[0]
+    row = IndexReader(str(uri)).items(["sea.jpg"], ["full", "caption_full", "text"]).to_pylist()[0]
     assert row["full"] is None and row["text"] is None and len(row["caption_full"]) > 6
 
 
 def test_image_with_text_and_caption_has_both_representations(uri):
-    sign = Index(str(uri)).items(["sign.png"]).to_pylist()[0]
+    sign = IndexReader(str(uri)).items(["sign.png"]).to_pylist()[0]
     assert sign["text"] == "road closed" and sign["caption"] == "A sign in the rain"
     assert len(sign["full"]) == 2 and len(sign["caption_full"]) == 5
     assert sign["minilm_pooled"] != sign["minilm_caption_pooled"]
@@ -220,7 +221,7 @@ def test_separate_compression_actors_write_the_same_rows(uri, folder, tmp_path):
         run(tmp_path / "index", sources, "transcript", FULL, CAPTION, **resources)
     columns = ["item_id", "text", "caption", "full", "caption_full", "minilm_caption_pooled"]
     expected, actual = (
-        Index(str(path)).dataset.to_table(columns=columns, filter="source = 'photos'")
+        IndexReader(str(path)).dataset.to_table(columns=columns, filter="source = 'photos'")
         for path in (uri, tmp_path / "index")
     )
     assert expected.sort_by("item_id").equals(actual.sort_by("item_id"))
@@ -241,7 +242,9 @@ def test_scanned_pages_are_added_by_an_encoder_with_ocr(cluster, tmp_path):
     assert (hit.item_id, hit.text) == ("scan.pdf#page=1", "harbour\nof Lisbon")
     passage = hit.passages[0]
     assert passage.times is None and 0 < passage.box[1] < 0.6
-    row = Index(str(tmp_path / "index")).items([hit.item_id], ["minilm_pooled"]).to_pylist()[0]
+    row = (
+        IndexReader(str(tmp_path / "index")).items([hit.item_id], ["minilm_pooled"]).to_pylist()[0]
+    )
     assert row["minilm_pooled"] is not None
 
 
@@ -288,7 +291,9 @@ def test_hits_have_recognition_confidences(uri, folder, tmp_path, capsys):
     )
     (passage,) = json.loads((tmp_path / "maps/1.json").read_text())["passages"]
     assert passage["confidence"] == 0.75
-    Index(str(tmp_path / "all")).dataset.drop_columns(["minilm_confidence"])  # as in older indexes
+    IndexReader(str(tmp_path / "all")).dataset.drop_columns(
+        ["minilm_confidence"]
+    )  # as in older indexes
     assert confidences() == ({None}, {None})
 
 
@@ -307,7 +312,7 @@ def test_truncated_video_is_indexed_and_reported(cluster, tmp_path):
     assert (progress.indexed, progress.truncated) == (2, 1)
     (line,) = (line for line in lines if line.startswith("truncated files"))
     assert re.search(r": 1 \(cut.mp4 \(1\d(\.\d+)? of 20 s\)\), indexed", line)
-    stored = Index(str(tmp_path / "index")).dataset.to_table(columns=["item_id", "metadata"])
+    stored = IndexReader(str(tmp_path / "index")).dataset.to_table(columns=["item_id", "metadata"])
     metadata = {row["item_id"]: json.loads(row["metadata"]) for row in stored.to_pylist()}
     assert [metadata[item].get("truncated", False) for item in sorted(metadata)] == [True, False]
 

@@ -12,7 +12,7 @@ from pipeline import config
 from pipeline.index import add, job, recompress
 from pipeline.index.counts import Counts
 from pipeline.index.positions import decode_positions
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.spec import IndexResources, IndexSpec
 from tests.conftest import actor_pools
 from tests.pdfs import Page, bomb, pdf
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def rows(uri: Path) -> dict[str, dict[str, Any]]:
-    table = decode_positions(Index(str(uri)).dataset.to_table())
+    table = decode_positions(IndexReader(str(uri)).dataset.to_table())
     return {row["item_id"]: row for row in table.to_pylist()}
 
 
@@ -54,7 +54,7 @@ def test_malformed_documents_are_rejected(cluster, tmp_path, folder):
     (folder / "picture.pdf").write_bytes(pdf(Page(drawing="0 0 9 9 re f")))
     progress = index(folder, tmp_path / "index", FULL)
     assert (progress.listed, progress.indexed) == (7, 3)
-    rejects = Index(str(tmp_path / "index")).rejects()
+    rejects = IndexReader(str(tmp_path / "index")).rejects()
     reasons = dict(zip(rejects["item_id"].to_pylist(), rejects["reason"].to_pylist(), strict=True))
     assert reasons == {
         "bomb.pdf#page=1": "timed out",

@@ -10,14 +10,16 @@ import pytest
 import s3fs
 import yaml
 
-from pipeline import open_index
+from pipeline import Index
 from pipeline.config import SpecError
+from pipeline.index import EXECUTOR
 from pipeline.index.fragments import write_table
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter
 from pipeline.registry import SOURCES, TRAINING_DATA
 from pipeline.schema import ITEM
+from pipeline.search.searcher import open_index
 from tests.conftest import run_jobs
 from tests.s3 import create_bucket, environment, moto_server
 
@@ -46,6 +48,22 @@ def put(key: str, text: str) -> None:
     boto3.client("s3").put_object(Bucket="bucket", Key=key, Body=text.encode())
 
 
+def test_folder_of_files(s3):
+    put("papers/notes.txt", "The lighthouse keeper sleeps.")
+    put("papers/sub/data.csv", "name,use\nanvil,forging\n")
+    put("papers/program", "\0\1")
+    index = Index("s3://bucket/papers.maxray")
+    account = index.add_files("s3://bucket/papers/")
+    assert [(file.path, file.status) for file in account.files] == [
+        ("papers/notes.txt", "indexed"),
+        ("papers/program", "rejected"),
+        ("papers/sub/data.csv", "indexed"),
+    ]
+    assert index.search("anvil", k=1)[0].item_id == "papers/sub/data.csv#row=1"
+    account = index.add_files("s3://bucket/papers/**/*.csv", "s3://bucket/papers/notes.txt")
+    assert [file.status for file in account.files] == ["unchanged", "unchanged"]
+
+
 @pytest.mark.heavy
 def test_index_status_search_and_recompress(s3, tmp_path):
     uri = "s3://bucket/deep/index"
@@ -67,7 +85,7 @@ def test_index_status_search_and_recompress(s3, tmp_path):
         ["add", "representations", str(tmp_path / "more.yaml")],
         ["status", uri],
         ["search", uri, "how do shells buckle", "--representation", "hpool_4", "--k", "1"],
-        **s3,
+        **{**s3, EXECUTOR: "ray"},
     )
     assert done.returncode == 0, done.stderr
     assert "listed 3 = indexed 3 (3 new, 0 replaced, 0 unchanged) + rejected 0" in done.stdout
@@ -118,7 +136,7 @@ def test_missing_bucket_is_not_created(s3):
     with pytest.raises(
         SpecError, match="^index must be .*, got 's3://typo/index', which contains no index"
     ):
-        Index("s3://typo/index")
+        IndexReader("s3://typo/index")
     put("letters/from_home.txt", "Dear Ada")
     with pytest.raises(
         SpecError,

@@ -8,6 +8,7 @@ import pytest
 import s3fs
 import yaml
 
+from pipeline.index import EXECUTOR
 from tests import s3
 from tests.chaos.compare import accounting, contents, differences, orphaned_leases
 from tests.conftest import run_jobs
@@ -73,9 +74,9 @@ def test_faults_change_nothing(storage, tmp_path):
     lines = [json.dumps({"_id": i, "text": f"the text of {i}"}) for i in IDS]
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
     local, remote = str(tmp_path / "index"), "s3://bucket/index"
-    done = run_jobs(*commands(local, tmp_path))
+    done = run_jobs(*commands(local, tmp_path), **{EXECUTOR: "ray"})
     assert done.returncode == 0, done.stderr
-    disturbed = run_jobs(*commands(remote, tmp_path), **environment)
+    disturbed = run_jobs(*commands(remote, tmp_path), **{**environment, EXECUTOR: "ray"})
     assert disturbed.returncode == 0, disturbed.stderr
     assert min(faults.counts[kind] for kind in ("throttled", "failed", "refused", "lost")) >= 5
     assert faults.counts["requests"] > 500

@@ -12,7 +12,7 @@ import s3fs
 import yaml
 
 from pipeline.config import SpecError
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.session import LEASE_VARIABLE
 from tests import s3
 from tests.chaos.compare import accounting, contents, differences, orphaned_leases
@@ -27,7 +27,7 @@ LEASE_SECONDS = 5.0
 def num_items(uri: str) -> int:
     """Returns the number of items in an index, or 0 if it does not exist."""
     try:
-        return Index(uri).dataset.count_rows()
+        return IndexReader(uri).dataset.count_rows()
     except SpecError:
         return 0
 
@@ -79,13 +79,13 @@ def test_superseded_job_does_not_commit_when_it_reaches_the_storage_again(
             second = start_job(*command, f"index={remote}")
             _, error = second.communicate(timeout=300)
         assert second.returncode == 0, error
-        version = Index(remote).version
+        version = IndexReader(remote).version
         assert superseded.poll() is None
 
         node.connect()
         _, error = superseded.communicate(timeout=300)
         assert superseded.returncode == 1 and "lease" in error, error
-        assert Index(remote).version == version
+        assert IndexReader(remote).version == version
         assert not differences(contents(remote), contents(local)).sentences()
         assert not accounting(remote, IDS).sentences()
         assert not orphaned_leases(remote)

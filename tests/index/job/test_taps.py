@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.config import SpecError
 from pipeline.eval.diagnose import uncompressed_representation
 from pipeline.index import add, job, recompress
 from pipeline.index.add import Progress
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import column_metadata
+from pipeline.search.searcher import open_index
 from tests.conftest import CRANFIELD, TEXTS
 from tests.tiny import SLEEPING
 
@@ -88,7 +89,7 @@ def recompressed(uri: Path, *representations) -> Progress:
 
 
 def rows(uri: Path) -> dict[str, dict]:
-    return {row["item_id"]: row for row in Index(str(uri)).dataset.to_table().to_pylist()}
+    return {row["item_id"]: row for row in IndexReader(str(uri)).dataset.to_table().to_pylist()}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def at_once(cluster, tmp_path_factory, collection) -> Path:
 
 
 def test_all_methods_have_a_column(at_once):
-    schema = Index(str(at_once)).dataset.schema
+    schema = IndexReader(str(at_once)).dataset.schema
     assert [name for name in schema.names if name in IDS] == IDS
     assert not [name for name in schema.names if name.endswith("_tap")]
     for item_id, row in rows(at_once).items():
@@ -147,7 +148,7 @@ def test_separate_compression_actors(tmp_path, collection, at_once):
 def test_recompression_from_stored_attention_statistics(tmp_path, collection, at_once):
     uri = tmp_path / "index"
     index(uri, collection, keep_taps=STORED_TAPS)
-    schema = Index(str(uri)).dataset.schema
+    schema = IndexReader(str(uri)).dataset.schema
     assert [name for name in schema.names if name.endswith("_tap")] == [
         "minilm_column_sums_max_1_tap",
         "minilm_column_sums_max_5_tap",
@@ -185,7 +186,7 @@ def test_recompression_from_stored_attention_statistics(tmp_path, collection, at
         " column_sums/mean/3, eos_row/mean/5, pooled_row/mean/5), got"
         " 'column_sums/mean/0'; index with `keep_taps: [column_sums/mean/all]` to store it"
     )
-    assert "sap_layers0_4" not in Index(str(uri)).dataset.schema.names
+    assert "sap_layers0_4" not in IndexReader(str(uri)).dataset.schema.names
 
 
 @pytest.mark.parametrize(

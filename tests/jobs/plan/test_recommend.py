@@ -15,6 +15,8 @@ from pipeline.config import SpecError
 from pipeline.index.columns import all_representations
 from pipeline.index.recompress import RecompressSpec
 
+pytestmark = pytest.mark.usefixtures("blank_figures")
+
 SWEEP = ("--methods", "none", "hpool", "--budgets", "2", "4", "--codecs", "float16", "int8")
 
 

@@ -17,7 +17,7 @@ from tests import hub
 from tests.conftest import ROOT
 from tests.encoders.endpoints import MODEL, ImageModel, serve
 
-ENDPOINT = "TomoroAI/tomoro-colqwen3-embed-4b"
+ENDPOINT = "nvidia/nemotron-colembed-vl-4b-v2"
 #: The tiny checkpoint in the place of a published one, and assignments.
 TINY: dict[str, tuple[str, list[str]]] = {
     "vidore/colpali-v1.3-hf": ("colpali", []),
@@ -39,7 +39,19 @@ TINY: dict[str, tuple[str, list[str]]] = {
 PUBLISHED = {name: model for name, model in published_models().items() if not model.refused}
 
 
-@pytest.mark.parametrize("name", TINY)
+#: Models of an encoder that other models cover.
+COVERED = {
+    "vidore/colqwen2-v1.0-hf",
+    "ModernVBERT/colmodernvbert",
+    "Alibaba-NLP/gme-Qwen2-VL-2B-Instruct",
+    "colbert-ir/colbertv2.0",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.heavy] * (name in COVERED)) for name in TINY],
+)
 def test_a_dry_run(cluster, checkpoint, monkeypatch, tmp_path, name):
     monkeypatch.chdir(ROOT)
     family, given = TINY[name]

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from jobs import train
-from pipeline import open_index
 from pipeline.config import SpecError
+from pipeline.search.searcher import open_index
 from tests.train.data.files import build_data, write_lines
 
 FULL = ("--representation", "full")

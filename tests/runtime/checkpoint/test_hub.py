@@ -123,6 +123,22 @@ def test_a_truncated_file_is_not_kept(server, source, name):
     assert (find() / name).read_bytes() == (source / name).read_bytes()
 
 
+def test_a_connection_that_is_always_cut(server, source, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    server.publish(NAME, source)
+    server.cuts["config.json"] = [3] * 100
+    with pytest.raises(SpecError, match=r"cannot be loaded from the hub \(RemoteProtocolError\)"):
+        find()
+
+
+def test_a_repository_without_a_model(server, tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/model.gguf").write_bytes(b"GGUF")
+    server.publish(NAME, tmp_path / "source")
+    with pytest.raises(SpecError, match="has no config.json on the hub"):
+        find(files=["config.json"])
+
+
 def test_a_gated_model(server, source, monkeypatch):
     server.publish(NAME, source, gated=True)
     for token in ("", "hf_another"):

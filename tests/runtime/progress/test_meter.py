@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 import ray
 
-from pipeline.index.stage import FINISHED, StageActor, Unit
+from pipeline.index.ray_data import StageActor
+from pipeline.index.stage import FINISHED, Unit
 from pipeline.index.stages import Prepare
 from pipeline.runtime import progress
 from pipeline.runtime.progress import (

@@ -14,14 +14,13 @@ import lance
 import numpy as np
 import pytest
 
-from pipeline import open_index
 from pipeline.config import SpecError, parse
 from pipeline.index import maintain
-from pipeline.index.reader import ITEMS, Index
+from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.search.cache import packed_column
 from pipeline.search.packed import PackedVectors
 from pipeline.search.packed_file import BLOCK_BYTES
-from pipeline.search.searcher import Searcher
+from pipeline.search.searcher import Searcher, open_index
 from tests.search.vectors import DIM, rows, unit, write
 
 NAMES = [f"item{i:02}" for i in range(20)]
@@ -66,7 +65,7 @@ def dataset(uri: str) -> lance.LanceDataset:
 
 def newest(uri: str, source: str) -> PackedVectors:
     """Opens the vectors of the newest version."""
-    index = Index(uri)
+    index = IndexReader(uri)
     return packed_column(index, "full", index.fragments(), **SOURCES[source])
 
 

@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipeline import config, open_index
+from pipeline import config
 from pipeline.config import SpecError, Stopped
 from pipeline.index import add as add_job
 from pipeline.index import job as index_job
 from pipeline.index.add import Progress
-from pipeline.index.reader import ITEMS, Index
+from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search import candidates_job
@@ -28,6 +28,7 @@ from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResource
 from pipeline.search.fusion import Fusion, FusionWeights
 from pipeline.search.query import Queries
 from pipeline.search.score import Ranking
+from pipeline.search.searcher import open_index
 from pipeline.search.sharded import ShardedSearcher
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -254,7 +255,7 @@ def test_fused_scores_equal_their_definition(built):
     ("filter", "group_by"),
     [
         (None, "parent"),
-        ("item_id < 'i060'", None),
+        pytest.param("item_id < 'i060'", None, marks=pytest.mark.heavy),
         pytest.param(None, None, marks=pytest.mark.heavy),
         pytest.param("item_id < 'i060'", "parent", marks=pytest.mark.heavy),
         pytest.param("item_id = 'i003'", None, marks=pytest.mark.heavy),
@@ -370,7 +371,7 @@ def test_added_items_are_scored_before_and_after_they_have_codes(uri, tmp_path):
     assert build(uri).done == 0
 
     build(uri, refit=True)
-    index = Index(str(uri))
+    index = IndexReader(str(uri))
     assert list(index.candidates_columns) == ["text_bm25_2_candidates"]
     for number, ranking in enumerate(open_index(str(uri)).rank(asked, **options)):
         everything = [*fitted, *new]
@@ -414,7 +415,7 @@ def test_interrupted_build_resumes_with_the_same_codes(original, built, tmp_path
 
 def test_drop(uri):
     candidates_job.drop(spec(uri), job="3", report=lambda line: None)
-    assert not Index(str(uri)).candidates_columns
+    assert not IndexReader(str(uri)).candidates_columns
     searcher = open_index(str(uri))
     with pytest.raises(SpecError, match=r"^candidates must be one of exact, got 'bm25', which was"):
         searcher.rank(queries(), candidates="bm25")
@@ -443,4 +444,4 @@ def test_invalid_jobs(original, tmp_path):
     add(tmp_path / "index", tmp_path / "source", without)
     with pytest.raises(SpecError, match=r"generator must be used with an index whose items have"):
         build(tmp_path / "index")
-    assert not Index(str(tmp_path / "index")).candidates_columns
+    assert not IndexReader(str(tmp_path / "index")).candidates_columns

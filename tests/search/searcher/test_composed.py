@@ -9,11 +9,12 @@ import pytest
 
 import jobs
 from jobs import search
-from pipeline import Composed, open_index
+from pipeline import Composed
 from pipeline.config import SpecError
 from pipeline.search.map_images import highlight
 from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
+from pipeline.search.searcher import open_index
 from tests.images import index_photos
 
 pytestmark = pytest.mark.heavy

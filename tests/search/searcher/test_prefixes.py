@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import open_index
 from pipeline.search import score
+from pipeline.search.searcher import open_index
 
 QUERIES = ["the lift of a wing", "how to bake bread", "heat at the nose of a body"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline import open_index
+from pipeline.search.searcher import open_index
 from pipeline.serve.client import Client
 
 pytestmark = pytest.mark.heavy
@@ -15,7 +15,7 @@ QUERY = "The lift of the wing"
 def test_defaults(index_uri, serving_once):
     candidates = {"hpool_2": {"generator": "single", "num_candidates": 4}}
     served = {"uri": index_uri, "preload": ["hpool_2"], "candidates": candidates}
-    settings = {"indexes": {"texts": served}}
+    settings = {"indexes": {"texts": served}, "single_process": True}
     searcher = open_index(index_uri)
     with Client(serving_once(settings, "candidates")) as client:
         infos = {info.name: info for info in client.indexes()[0].representations}

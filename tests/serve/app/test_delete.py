@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.index.writer import IndexWriter
 from pipeline.serve.client import Client, ServerError
 from pipeline.serve.errors import ApiError
@@ -38,6 +38,7 @@ def url(serving_here, uri, tmp_path_factory) -> str:
         "indexes": {"texts": {"uri": uri, "num_shards": 2}},
         "keys": str(keys),
         "reload_interval_s": 3600,  # only a deletion reloads the index
+        "single_process": True,
     }
     return serving_here(settings, "deleting")
 
@@ -62,10 +63,10 @@ def delete(http: httpx2.Client, body: object, key: str = "mr_delete") -> httpx2.
     ],
 )
 def test_scope_of_keys(http, uri, key, status, message):
-    version = Index(uri).version
+    version = IndexReader(uri).version
     response = delete(http, {"index": "texts", "item_ids": ["flow"]}, key)
     assert (response.status_code, response.json()["error"]["message"]) == (status, message)
-    assert Index(uri).version == version
+    assert IndexReader(uri).version == version
 
 
 def test_servers_without_keys_do_not_delete():
@@ -88,13 +89,15 @@ def test_servers_without_keys_do_not_delete():
     ],
 )
 def test_invalid_bodies(http, uri, body, field, message):
-    version = Index(uri).version
+    version = IndexReader(uri).version
     response = delete(http, body)
     error = response.json()["error"]
     assert response.status_code == 422, error
     assert message in error["message"] and error["field"] == field, error
     assert uri not in response.text
-    assert len(Index(uri)) == 8 and Index(uri).version - version <= 3  # lease of a failed deletion
+    assert (
+        len(IndexReader(uri)) == 8 and IndexReader(uri).version - version <= 3
+    )  # lease of a failed deletion
 
 
 def test_a_missing_body(http):
@@ -118,7 +121,7 @@ def test_a_running_job_is_a_conflict(http, uri):
 def test_deletes_by_ids_and_by_filter(url, http, uri):
     with Client(url, "mr_delete") as client:
         counted = client.delete_items(filter="item_id LIKE 'bread/%'", dry_run=True)
-        assert (counted.selected, counted.deleted) == (2, 0) and len(Index(uri)) == 8
+        assert (counted.selected, counted.deleted) == (2, 0) and len(IndexReader(uri)) == 8
         before = {hit.item_id for hit in client.search("bread", k=8).hits}
         assert "bread/1" in before and "flow" in before
 
@@ -136,5 +139,5 @@ def test_deletes_by_ids_and_by_filter(url, http, uri):
         left = {hit.item_id for hit in client.search("bread", k=8).hits}
         assert left == before - {"flow", "bread/1", "bread/2"}
         assert client.delete_items(filter="item_id LIKE 'bread/%'").deleted == 0
-    assert set(Index(uri).dataset.to_table()["item_id"].to_pylist()) == left
-    assert Index(uri).lease() is None
+    assert set(IndexReader(uri).dataset.to_table()["item_id"].to_pylist()) == left
+    assert IndexReader(uri).lease() is None

@@ -17,13 +17,13 @@ import pytest
 from pydantic import ValidationError
 
 from jobs.serve import _check_indexes
-from pipeline import Composed, open_index
+from pipeline import Composed
 from pipeline.config import SpecError, parse
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 from pipeline.search.options import Rerank
 from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
 from pipeline.search.results import Hit
-from pipeline.search.searcher import Searcher
+from pipeline.search.searcher import Searcher, open_index
 from pipeline.serve import stages
 from pipeline.serve.client import Client, ServerError
 from pipeline.serve.mteb import Endpoint
@@ -60,7 +60,7 @@ def photos() -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def uri(cluster, tmp_path_factory, dual, model, photos) -> str:
     uri = index_captioned(tmp_path_factory.mktemp("photos"), dual, photos, rerank=model)
-    dataset = Index(uri).dataset
+    dataset = IndexReader(uri).dataset
     table = dataset.to_table()
     field = table.schema.field("rerank_tokens")
     rows = zip(table["item_id"].to_pylist(), table["rerank_tokens"].to_pylist(), strict=True)
@@ -346,7 +346,7 @@ def test_new_versions(client, url, uri, model):
     options = {"k": NUM_PHOTOS, "rerank": {"method": "edje"}, **OPTIONS}
     before = client.search(TEXT, **options)
     best = before.hits[0].item_id
-    dataset = lance.dataset(Index(uri).dataset.uri)
+    dataset = lance.dataset(IndexReader(uri).dataset.uri)
     dataset.delete(f"item_id = '{best}'")
     wait_until(lambda: client.search(TEXT, **options).version > before.version, 30)
     expected = open_index(uri).search(TEXT, k=NUM_PHOTOS, rerank=Reranker(model), **OPTIONS)

@@ -167,7 +167,7 @@ def test_replaced_index_with_same_version_number(serving_once, index_uri, tmp_pa
         lance.dataset(other).update_metadata({"n": str(lance.dataset(other).version)})
     assert lance.dataset(other).version == lance.dataset(items).version
     settings = {"indexes": {"i": {"uri": str(tmp_path / "index")}}, "reload_interval_s": 0.5}
-    url = serving_once(settings, "replaced")
+    url = serving_once({**settings, "single_process": True}, "replaced")
     with Client(url, tries=10) as client:
         assert client.indexes()[0].num_items == 8
         shutil.rmtree(items)

@@ -26,7 +26,8 @@ def url(serving_here, lexical_uri, tmp_path_factory) -> str:
         "indexes": {
             "sharded": {"uri": lexical_uri, "num_shards": 2, "fusion": str(path)},
             "whole": {"uri": lexical_uri},
-        }
+        },
+        "single_process": True,
     }
     return serving_here(settings, "fused")
 

@@ -7,7 +7,8 @@ import base64
 import httpx2
 import pytest
 
-from pipeline import Composed, open_index
+from pipeline import Composed
+from pipeline.search.searcher import open_index
 from pipeline.serve.client import Client, ServerError
 from tests.images import index_photos
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.heavy
 def test_image_queries(serving_once, checkpoint, tmp_path):
     photos = index_photos(tmp_path, "colpali", checkpoint("colqwen2"))
     uri, photo = str(tmp_path / "index"), photos["3.png"]
-    url = serving_once({"indexes": {"i": {"uri": uri}}}, "images")
+    url = serving_once({"indexes": {"i": {"uri": uri}}, "single_process": True}, "images")
     with Client(url, tries=20) as client:
         assert client.indexes()[0].representations[0].queries == [
             "text",

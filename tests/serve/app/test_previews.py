@@ -72,7 +72,8 @@ def http(serving_here, folder) -> httpx2.Client:
     spec = config.parse(IndexSpec, data)
     progress = job.run(spec, IndexResources(), job="1", report=lambda line: None)
     assert progress.indexed == 6
-    url = serving_here({"indexes": {"previews": {"uri": str(folder / "index")}}}, "previews")
+    settings = {"indexes": {"previews": {"uri": str(folder / "index")}}, "single_process": True}
+    url = serving_here(settings, "previews")
     with httpx2.Client(base_url=url, timeout=60) as http:
         yield http
 
@@ -162,6 +163,7 @@ def test_entity_tags_of_previews(http):
 @pytest.mark.parametrize(
     ("item_id", "file", "kind"),
     [
+        (PAGE, "pages/a.pdf", "application/pdf"),
         (PHOTO, "photos/red.png", "image/png"),
         (CLIP, "clips/clip.mp4", "video/mp4"),
         (AUDIO, "sound/talk.wav", "audio/wav"),
@@ -206,7 +208,7 @@ def test_media_of_large_files(http, folder):
     assert http.get(f"/v1/media/{quote(LONG, safe='')}").content == long
 
 
-@pytest.mark.parametrize("item_id", [PAGE, LETTER, "nobody", "../transcripts.jsonl"])
+@pytest.mark.parametrize("item_id", [LETTER, "nobody", "../transcripts.jsonl"])
 def test_rejects_items_without_media_file(http, item_id):
     error_message(http.get(f"/v1/media/{quote(item_id, safe='')}"), 404, "not_found")
 
@@ -256,8 +258,7 @@ def test_rejects_removed_or_modified_file(http, folder, item_id, file, parameter
         path.write_bytes(bytes(other))
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         error_message(preview(http, item_id, **parameters), 410, "gone")
-        if item_id != PAGE:
-            error_message(http.get(f"/v1/media/{quote(item_id, safe='')}"), 410, "gone")
+        error_message(http.get(f"/v1/media/{quote(item_id, safe='')}"), 410, "gone")
     finally:
         path.write_bytes(content)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -272,7 +273,9 @@ def test_rejects_symbolic_link(http, folder):
     try:
         path.unlink()
         path.symlink_to(secret)
-        error_message(preview(http, PHOTO), 410, "gone")
+        response = preview(http, PHOTO)
+        error_message(response, 410, "gone")
+        assert response.headers["Cache-Control"] == "no-store"
     finally:
         path.unlink()
         path.write_bytes(content)

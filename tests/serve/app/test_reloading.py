@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.config import parse
 from pipeline.index import maintain
-from pipeline.index.reader import ITEMS, Index
+from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.search.cache import Column
 from pipeline.serve.client import Client
 
@@ -82,30 +82,30 @@ class Load:
 
 
 def test_versions_share_files_under_load(serving_once, uri):
-    folder = Column(Index(uri), "full").folder
+    folder = Column(IndexReader(uri), "full").folder
     url = serving_once({"indexes": {"i": {"uri": uri}}, "reload_interval_s": 0.2}, "reloading")
     load = Load(url)
     try:
-        load.wait_for(Index(uri).version)
+        load.wait_for(IndexReader(uri).version)
         for number in range(5):
             append(uri, number)
-            load.wait_for(Index(uri).version)
+            load.wait_for(IndexReader(uri).version)
             files = mapped_files("reloading:Searcher-i-0", folder)
             assert set(files.values()) == {1}  # also if two versions are open
-            assert len(files) == len(Index(uri).fragments()) == 3 + number
+            assert len(files) == len(IndexReader(uri).fragments()) == 3 + number
         lance.dataset(f"{uri}/{ITEMS}").delete("item_id = 'new0/0'")
-        load.wait_for(Index(uri).version)
+        load.wait_for(IndexReader(uri).version)
         assert mapped_files("reloading:Searcher-i-0", folder) == files
         spec = parse(maintain.MaintainSpec, {"index": uri})
         maintain.run(spec, job="test", report=lambda line: None)
-        load.wait_for(Index(uri).version)
+        load.wait_for(IndexReader(uri).version)
         rewritten = mapped_files("reloading:Searcher-i-0", folder)
-        assert len(rewritten.keys() - files.keys()) == len(Index(uri).fragments()) == 1
+        assert len(rewritten.keys() - files.keys()) == len(IndexReader(uri).fragments()) == 1
         for number in (5, 6):  # the versions before them are closed
             append(uri, number)
-            load.wait_for(Index(uri).version)
+            load.wait_for(IndexReader(uri).version)
         files = mapped_files("reloading:Searcher-i-0", folder)
-        assert len(files) == len(Index(uri).fragments()) == 3 and set(files.values()) == {1}
+        assert len(files) == len(IndexReader(uri).fragments()) == 3 and set(files.values()) == {1}
     finally:
         load.stop()
     assert not load.errors and len(load.versions) > 20

@@ -12,7 +12,7 @@ import lance
 import pytest
 
 from pipeline.config import parse
-from pipeline.index.reader import ITEMS, Index
+from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.search.searcher import open_index
 from pipeline.serve.client import Client
 from pipeline.serve.router import LOADED, SHARD
@@ -20,6 +20,8 @@ from pipeline.serve.settings import ServeSpec
 from pipeline.serve.vectors import SearchVectors
 from tests.serve.app.test_faults import wait_until
 from tests.serve.conftest import Start, at_once
+
+pytestmark = pytest.mark.heavy  # each test starts a server of six replicas or more
 
 FULL = SearchVectors("full", "maxsim", "exact")
 POOLED = SearchVectors("hpool_2", "maxsim", "exact")
@@ -67,7 +69,7 @@ def test_calls_go_to_replicas_with_loaded_vectors(serving_once: Start, index_uri
         "reload_interval_s": 3600,  # gateways do not load the vectors of recent requests meanwhile
     }
     url = serving_once(settings, "warm")
-    edition = Index(index_uri).edition
+    edition = IndexReader(index_uri).edition
     assert loaded("warm", "Searcher-i-0") == [{(edition, FULL)}] * 2
     with Client(url) as client:
         rerank = {"rerank": {"representation": "hpool_4", "rerank_depth": 3}}
@@ -85,7 +87,6 @@ def test_calls_go_to_replicas_with_loaded_vectors(serving_once: Start, index_uri
     assert {(edition, four)} in loaded("warm", "Reranker-i")
 
 
-@pytest.mark.heavy
 def test_all_replicas_load_vectors_of_recent_requests(serving_once: Start, index_uri, tmp_path):
     uri = str(tmp_path / "index")
     shutil.copytree(index_uri, uri)
@@ -95,14 +96,14 @@ def test_all_replicas_load_vectors_of_recent_requests(serving_once: Start, index
         "reload_interval_s": 0.5,
     }
     url = serving_once(settings, "recent")
-    edition = Index(uri).edition
+    edition = IndexReader(uri).edition
     with Client(url, tries=10) as client:
         client.search(QUERY, representation="hpool_2")
         needed = {(edition, FULL), (edition, POOLED)}
         wait_until(lambda: loaded("recent", "Searcher-i-0") == [needed] * 2)
         # A new version is served when all replicas have loaded the same.
         lance.dataset(f"{uri}/{ITEMS}").delete("parent_id = 'bread'")
-        newer = Index(uri).edition
+        newer = IndexReader(uri).edition
         wait_until(lambda: client.search(QUERY, k=1).version == newer.version)
         for vectors in loaded("recent", "Searcher-i-0"):
             assert {(newer, FULL), (newer, POOLED)} <= vectors
@@ -113,7 +114,6 @@ def test_all_replicas_load_vectors_of_recent_requests(serving_once: Start, index
         wait_until(lambda: all((newer, POOLED) in v for v in loaded("recent", "Searcher-i-0")))
 
 
-@pytest.mark.heavy
 def test_invalid_options_are_not_loaded_again(serving_once: Start, index_uri, tmp_path):
     """A request that fails must not keep a new version from being served."""
     uri = str(tmp_path / "index")
@@ -125,11 +125,10 @@ def test_invalid_options_are_not_loaded_again(serving_once: Start, index_uri, tm
                 client.search(QUERY, **options)
         client.search(QUERY, representation="hpool_2")
         lance.dataset(f"{uri}/{ITEMS}").drop_columns(["hpool_2"])
-        newer = Index(uri).edition
+        newer = IndexReader(uri).edition
         wait_until(lambda: client.search(QUERY, k=1).version == newer.version)
 
 
-@pytest.mark.heavy
 def test_gangs_of_shards(serving_once: Start, index_uri):
     settings = {
         "indexes": {"i": {"uri": index_uri, "num_shards": 2, "gang": True}},
@@ -152,7 +151,6 @@ def test_gangs_of_shards(serving_once: Start, index_uri):
         assert [hit.score for hit in response.hits] == pytest.approx(scores, rel=1e-5)
 
 
-@pytest.mark.heavy
 def test_restart_of_gang(serving_once: Start, index_uri):
     settings = {
         "indexes": {"i": {"uri": index_uri, "num_shards": 2, "gang": True}},
@@ -170,7 +168,6 @@ def test_restart_of_gang(serving_once: Start, index_uri):
         assert Counter(shard[SHARD] for shard in metadata) == {"0": 2, "1": 2}
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("gang", [True, False])
 def test_gang_is_placed_completely_or_not_at_all(serving, index_uri, gang):
     """Two shards do not fit on a cluster that has CPUs for one."""
@@ -200,7 +197,6 @@ def test_gang_is_placed_completely_or_not_at_all(serving, index_uri, gang):
         serve.delete("large")
 
 
-@pytest.mark.heavy
 def test_scales_with_queueing_delay(serving_once: Start, index_uri):
     encoder = {
         "max_replicas": 2,

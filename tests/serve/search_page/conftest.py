@@ -15,7 +15,8 @@ import pytest
 from PIL import Image, ImageDraw
 
 from pipeline import config
-from pipeline.index import job
+from pipeline.index import delete, job
+from pipeline.index.delete import DeleteSpec
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.serve.client import Client
 from tests import browser as browsers
@@ -118,6 +119,22 @@ def write_squares(folder: Path, model: str) -> str:
     return str(folder / "shapes")
 
 
+def write_empty(folder: Path) -> str:
+    """Indexes a text and deletes it. Returns the URI."""
+    (folder / "text").mkdir()
+    (folder / "text/corpus.jsonl").write_text('{"_id": "a", "text": "a text"}')
+    data = {
+        "index": str(folder / "empty"),
+        "source": {"name": "text", "path": str(folder / "text")},
+        "encoder": {"name": "minilm"},
+        "representations": REPRESENTATIONS[:1],
+    }
+    job.run(config.parse(IndexSpec, data), IndexResources(), job="1", report=lambda line: None)
+    spec = config.parse(DeleteSpec, {"index": data["index"], "ids": ["a"]})
+    delete.run(spec, job="2", report=lambda line: None)
+    return str(folder / "empty")
+
+
 @pytest.fixture(scope="session")
 def browser_is_installed() -> None:
     """Skips tests if no browser can be started."""
@@ -138,9 +155,11 @@ def page_url(serving, corpus, checkpoint) -> str:
         "indexes": {
             "items": {"uri": write_items(corpus)},
             "shapes": {"uri": write_squares(corpus, checkpoint("colqwen2"))},
+            "empty": {"uri": write_empty(corpus)},
         },
         "limits": {"max_k": 50},
         "evaluations": {"folder": str(corpus / "evaluations")},
+        "single_process": True,
     }
     url = serving(settings, "page")
     with Client(url, tries=20) as client:

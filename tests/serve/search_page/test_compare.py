@@ -52,7 +52,7 @@ def test_columns_and_measures(browser, page_url):
         )
         assert text == expected
     assert browser.texts("#comparison dt")[2] == "time of a repeated search"
-    browser.wait("document.querySelectorAll('#comparison dd')[2].textContent.includes('ms →')")
+    browser.wait("document.querySelectorAll('#comparison dd')[2].textContent.includes(' → ')")
     assert browser.texts(".lost .id") == [item_id for item_id in left if item_id not in right]
     browser.wait("document.querySelector('#comparison').textContent.includes('vectors per item')")
     browser.wait(
@@ -66,10 +66,12 @@ def test_maps_of_both_representations(browser, page_url):
     browser.find("#viewer[open] .tokens .chip")
     browser.wait("document.querySelectorAll('.pane .word').length > 10")
     browser.wait("[...document.querySelectorAll('.image-area img')].every((e) => e.naturalWidth)")
-    assert browser.texts(".pane figcaption") == ["full", "hpool_2"]
+    labels = {"full": "all vectors", "hpool_2": "2 vectors"}
+    assert browser.texts(".pane figcaption") == [*labels.values()]
     with Client(page_url, tries=3) as client:
-        for label, text in zip(("full", "hpool_2"), browser.texts(".details .scores"), strict=True):
-            hits = client.search(QUERY, index="items", representation=label, k=5).hits
+        shown = browser.texts(".details .scores")
+        for (name, label), text in zip(labels.items(), shown, strict=True):
+            hits = client.search(QUERY, index="items", representation=name, k=5).hits
             (hit,) = [hit for hit in hits if hit.item_id == PAGE]
             assert text.startswith(f"{label}rank {hit.rank}{hit.score:.3f} score")
     assert len(browser.all(".pane canvas")) == 2
@@ -97,9 +99,34 @@ def test_view_chooses_a_second_representation(browser, page_url):
     browser.open(f"{page_url}?view=compare&q=harbour")
     browser.wait("document.querySelector('#comparison')")
     # The smallest representation of the same field, not captions.
-    assert browser.texts(".column-head h2") == ["full", "random_1"]
+    assert browser.texts(".column-head h2") == ["all vectors", "1 vector"]
     browser.choose("#rep2", "hpool_2")
-    browser.wait("document.querySelectorAll('.column-head h2')[1]?.textContent === 'hpool_2'")
+    browser.wait("document.querySelectorAll('.column-head h2')[1]?.textContent === '2 vectors'")
+
+
+def test_two_budgets_by_keyboard(browser, page_url):
+    """From the address to the maps of both columns, with focus and keys alone."""
+    from selenium.webdriver.common.keys import Keys
+
+    def press(*keys: str) -> None:
+        browser.driver.switch_to.active_element.send_keys(*keys)
+
+    browser.open(f"{page_url}?rep=full")
+    browser.find("nav a[data-view=compare]")
+    browser.run("document.querySelector('nav a[data-view=compare]').focus()")
+    press(Keys.ENTER)
+    browser.wait("document.querySelector('nav a[data-view=compare][aria-current]')")
+    press("/")
+    press("fresh fish in Lisbon", Keys.ENTER)
+    browser.wait("document.querySelector('#comparison')")
+    assert len(browser.all(".column")) == 2
+    press("j")
+    press(Keys.ENTER)
+    browser.find("#viewer[open] .sides-2 .pane + .pane")
+    browser.find(".tokens .chip + .chip")
+    press(Keys.TAB, Keys.ESCAPE)
+    browser.wait("!document.querySelector('#viewer[open]')")
+    assert browser.errors() == []
 
 
 def test_error_of_the_right_column(browser, page_url):
@@ -173,12 +200,12 @@ def test_evaluations(browser, page_url):
     link.click()
     browser.wait("document.querySelector('#comparison')")
     assert browser.run("return document.getElementById('q').value") == text
-    assert browser.texts(".column-head h2") == ["full · MaxSim", "random_1 · hybrid"]
+    assert browser.texts(".column-head h2") == ["all vectors · MaxSim", "1 vector · hybrid"]
     with Client(page_url, tries=3) as client:
         for side, row in (("a", ("full", "maxsim")), ("b", ("random_1", "hybrid"))):
             options = dict(zip(("representation", "score"), row, strict=True))
             hits = client.search(text, index="items", **options).hits
             assert browser.hits(f"[data-side={side}]") == [hit.item_id for hit in hits]
     browser.choose("#score2", "")
-    browser.wait("document.querySelectorAll('.column-head h2')[1]?.textContent === 'random_1'")
+    browser.wait("document.querySelectorAll('.column-head h2')[1]?.textContent === '1 vector'")
     assert browser.errors() == []

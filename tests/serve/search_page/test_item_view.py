@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlencode
+import time
+from urllib.parse import urlencode, urlsplit
 
 import pytest
 
 from pipeline.serve.client import Client
+from pipeline.serve.wire import StoredItem
 from tests.serve.search_page.conftest import AUDIO, CLIP, PAGE
 
 pytestmark = [pytest.mark.browser, pytest.mark.heavy]
@@ -148,6 +150,40 @@ def test_words_are_coloured_by_vector(browser, page_url, item_id, rep):
     assert browser.texts(".legend .what") == ["one colour for each stored vector"]
     browser.find("#regions").click()
     assert dict(browser.run(script)) != colours
+
+
+def test_words_of_merged_vectors(browser, page_url):
+    """Words have the colours of the uncompressed map, and the matching vector is outlined."""
+    rep = {"representation": "hpool_2"}
+    with Client(page_url, tries=3) as client:
+        options = {"ids": ["fish"], "k": 1, "explain": "map"}
+        (hit,) = client.search(QUERY, index="items", **options, **rep).hits
+        (full,) = client.search(QUERY, index="items", representation="full", **options).hits
+    assert hit.map.evidence == full.map.evidence == "full"
+    for word, other in zip(hit.map.words, full.map.words, strict=True):
+        assert (word.similarities, word.highlight) == (other.similarities, other.highlight)
+    for passage, other in zip(hit.passages, full.passages, strict=True):
+        assert passage.span == other.span
+        assert passage.contribution == pytest.approx(other.contribution)
+    open_item(browser, page_url, "fish", rep="hpool_2")
+    hover_token(browser, "fish")
+    script = (
+        "return [...document.querySelectorAll('.word')]"
+        ".map((e) => [e.textContent, e.style.backgroundColor, e.classList.contains('selected')])"
+    )
+    shown = browser.run(script)
+    coloured = [text for text, colour, _ in shown if colour]
+    assert "fish" in coloured and not {"at", "near", "each"} & {*coloured}
+    token = list(hit.map.query_tokens).index("fish")
+    vector = hit.matches[token].document_token
+    assert [text for text, _, is_outlined in shown if is_outlined] == [
+        word.text for word in hit.map.words if word.vector == vector
+    ]
+    assert browser.texts(".legend .what") == ["similarity, scale of this item"]
+    assert "own vectors (full)" in browser.texts(".steering .note")[0]
+    hover_token(browser, "All")
+    assert not any(is_outlined for *_, is_outlined in browser.run(script))
+    assert browser.errors() == []
 
 
 def test_image_patches(browser, page_url):
@@ -350,7 +386,7 @@ def test_back_button_closes_the_item(browser, page_url):
     browser.find("#viewer[open]")
     browser.driver.back()
     browser.wait("!document.querySelector('#viewer[open]')")
-    assert len(browser.hits()) == 9
+    assert len(browser.hits()) == 10
 
 
 def test_item_that_is_not_among_the_hits(browser, page_url):
@@ -441,10 +477,90 @@ def test_metadata(browser, page_url):
     assert "null" not in browser.texts("dl.metadata dd")
 
 
+def press(browser, *keys: str) -> None:
+    browser.driver.switch_to.active_element.send_keys(*keys)
+
+
+def test_file_of_a_hit_by_keyboard(browser, page_url, corpus, tmp_path):
+    """The original file is saved and opened, at the page of the hit."""
+    from selenium.webdriver.common.keys import Keys
+
+    browser.download_to(tmp_path)
+    browser.open(page_url)
+    browser.find("#q").send_keys(QUERY, Keys.ENTER)
+    browser.wait("document.activeElement.id === 'results'")
+    press(browser, "j")
+    press(browser, Keys.ENTER)
+    browser.find("#viewer[open] a[download]")
+    links = {link.text: link.get_attribute("href") for link in browser.all("#viewer a")}
+    assert links["Open the file"] == f"{links['Download']}#page=1"
+    browser.run("document.querySelector('#viewer a[download]').focus()")
+    press(browser, Keys.ENTER)
+    saved = tmp_path / "harbour.pdf"
+    end = time.monotonic() + 10
+    while not saved.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert saved.read_bytes() == (corpus / "pages/harbour.pdf").read_bytes()
+    origin = "{0.scheme}://{0.netloc}".format(urlsplit(page_url))
+    urls = [url for url in browser.requested_urls() if not url.startswith("data:")]
+    assert urls and all(url.startswith(origin) for url in urls)
+    assert browser.errors() == []
+
+
+def test_text_of_a_hit_is_saved(browser, page_url, tmp_path):
+    browser.download_to(tmp_path)
+    open_item(browser, page_url, "fish")
+    (button,) = [b for b in browser.all("#viewer button") if b.text == "Download the text"]
+    button.click()
+    end = time.monotonic() + 10
+    while not (saved := tmp_path / "fish.txt").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert "🐟 Fresh fish is sold" in saved.read_text()
+
+
+def test_similar_items(browser, page_url):
+    open_item(browser, page_url, PAGE)
+    browser.wait("document.querySelectorAll('.neighbours button').length > 3")
+    with Client(page_url, tries=3) as client:
+        hits = client.search(StoredItem(item=PAGE), index="items", k=9).hits
+    expected = [hit.item_id for hit in hits if hit.item_id != PAGE]
+    script = "return [...document.querySelectorAll('.neighbours button')].map((e) => e.title)"
+    assert browser.run(script) == expected[:8] and "fish" in expected
+    browser.find(".neighbours button[title=fish]").click()
+    browser.wait("document.querySelector('#viewer dl.item dd')?.textContent === 'fish'")
+    # The item is the query, so it has no map of its own, and its neighbours are the hits.
+    assert not browser.find(".steering").is_displayed() and not browser.all(".passages")
+    assert "fish" not in browser.hits() and PAGE in browser.hits()
+    browser.driver.back()
+    browser.wait("document.querySelector('#viewer dl.item dd')?.textContent !== 'fish'")
+    assert browser.errors() == []
+
+
+def test_zoom(browser, page_url):
+    open_item(browser, page_url, PAGE)
+    wait_for_image(browser)
+
+    def width(selector: str) -> float:
+        script = "return document.querySelector(arguments[0]).getBoundingClientRect().width"
+        return browser.run(script, selector)
+
+    before = width(".image-area img")
+    browser.find("button[aria-label='Zoom in']").click()
+    assert width(".image-area img") > 1.1 * before
+    assert width(CANVAS) == pytest.approx(width(".image-area img"), abs=1)
+    browser.find("button[aria-label='Zoom in']").send_keys("++")
+    assert width(".image-area img") > 2 * before
+    pane = browser.find(".pane")
+    assert browser.run("return arguments[0].scrollWidth > arguments[0].clientWidth", pane)
+    press(browser, "0")
+    assert width(".image-area img") == pytest.approx(before)
+
+
 def test_missing_media(browser, page_url, corpus):
     path = corpus / "photos/red.png"
     content, moved = path.read_bytes(), path.with_suffix(".moved")
     path.rename(moved)
+    browser.driver.execute_cdp_cmd("Network.clearBrowserCache", {})  # has it from other tests
     try:
         open_item(browser, page_url, "red.png", "a red photo", rep="caption_full")
         browser.wait("document.querySelector('.image-area .missing')")

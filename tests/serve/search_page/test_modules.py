@@ -140,12 +140,42 @@ def test_positions(page):
 def test_range_over_all_hits(page):
     """The scale begins at the lowest mean similarity and ends at the highest similarity."""
     hits = [
-        {"matches": [{"similarity": 0.9, "contribution": 0.5, "weight": 1}]},
-        {"matches": [{"similarity": 0.4, "contribution": 0.2, "weight": 0.5}]},
+        {"matches": [{"similarity": 0.9, "contribution": 0.5}]},
+        {"matches": [{"similarity": 0.4, "contribution": 0.2}]},
     ]
     low, high = page.module("colours.js", f"m.similarityRange({js(hits)})")
-    assert (low, high) == (pytest.approx(0.0), 0.9)
+    assert (low, high) == (pytest.approx(0.2), 0.9)
     assert page.module("colours.js", f"m.contributionRange({js(hits)})") == [0, 0.5]
+
+
+def test_shown_words(page):
+    """Words that share a vector have its similarity only if it is the best one."""
+    words = [
+        {"vector": vector, "similarities": [0.1 * vector, 0.5], "highlight": 0.2}
+        for vector in (0, 1, 1, 2)
+    ]
+    matches = [{"document_token": 1}, {"document_token": 0}]
+
+    def shown(evidence: str, words: list[dict]) -> list[list[float | None]]:
+        map = js({"words": words, "evidence": evidence})
+        expression = f"m.shownWords({map}, {js(matches)}, 'hpool_2')"
+        return [word["similarities"] for word in page.module("map.js", expression)]
+
+    words[3] |= {"vector": None, "similarities": [None, None]}
+    assert shown("hpool_2", words) == [[None, 0.5], [0.1, None], [0.1, None], [None, None]]
+    assert shown("full", words) == [word["similarities"] for word in words]
+    single = [words[0], words[1]]
+    assert shown("hpool_2", single) == [word["similarities"] for word in single]
+
+
+def test_range_of_words(page):
+    words = [
+        {"similarities": [0.2, 0.9], "highlight": 0.3},
+        {"similarities": [0.4, 0.5], "highlight": 0.1},
+        {"similarities": [None, None], "highlight": 0.0},
+    ]
+    assert page.module("colours.js", f"m.wordRange({js(words)}, null)") == [0, 0.3]
+    assert page.module("colours.js", f"m.wordRange({js(words)}, 1)") == pytest.approx([0.7, 0.9])
 
 
 # -- ranks.js --------------------------------------------------------------------------------------
@@ -173,6 +203,24 @@ def test_ranks_equal_literal_implementations(page):
             kinds = {True: "up", False: "down"}
             kind = "new" if from_rank is None else "same" if not by else kinds[by > 0]
             assert change == {"kind": kind, "by": abs(by), "from": from_rank}
+
+
+def test_merged_rankings(page):
+    """The first hits of merged rankings do not depend on how many hits each of them has."""
+    contents = [("a", "A", 5), ("b", "B", 4), ("c", "A", 1)]
+    captions = [("b", "B", 4.5), ("d", "D", 3)]
+    rankings = [
+        [{"item_id": item, "parent_id": parent, "score": score} for item, parent, score in ranking]
+        for ranking in (contents, captions)
+    ]
+    expression = f"m.merge({js(rankings)}).map((hit) => [hit.item_id, hit.score])"
+    merged = [["a", 5], ["b", 4.5], ["d", 3], ["c", 1]]
+    assert page.module("ranks.js", expression) == merged
+    first = js([ranking[:2] for ranking in rankings])
+    expression = f"m.merge({first}).slice(0, 2).map((hit) => [hit.item_id, hit.score])"
+    assert page.module("ranks.js", expression) == merged[:2]
+    expression = f"m.merge({js(rankings)}, 'parent_id').map((hit) => hit.item_id)"
+    assert page.module("ranks.js", expression) == ["a", "b", "d"]
 
 
 def test_pareto_front(page):
@@ -356,6 +404,35 @@ def test_representation_that_is_compared(page):
     assert other("full", None) == "k_32"  # unknown sizes
     found[1:] = []
     assert other("full") == "full"
+
+
+def test_labels_of_representations(page):
+    """Contents come before captions, most vectors first, and equal labels have the name."""
+    rows = [
+        ("caption_full", "caption", "none", None),
+        ("k_16", "content", "kcenter", 16),
+        ("h_32", "content", "hpool", 32),
+        ("half", "content", "hpool", None),
+        ("k_32", "content", "kcenter", 32),
+        ("full", "content", "none", None),
+    ]
+    names = ("name", "field", "compressor", "num_vectors")
+    found = [{"role": "search", **dict(zip(names, row, strict=True))} for row in rows]
+    sizes = [{"name": "half", "vectors_per_item": 100.4, "bytes_per_item": 1}]
+    for facets, half in (({"sizes": sizes}, "100 vectors"), (None, "half")):
+        expression = (
+            f"[...m.representationLabels({{representations: {js(found)}}}, {js(facets)}).values()]"
+        )
+        labels = page.module("controls.js", expression)
+        assert {*labels} == {
+            "all vectors",
+            half,
+            "32 vectors (h_32)",
+            "32 vectors (k_32)",
+            "16 vectors",
+            "captions: all vectors",
+        }
+        assert labels[0] == "all vectors" and labels[-1] == "captions: all vectors"
 
 
 # -- zip.js, map.js --------------------------------------------------------------------------------

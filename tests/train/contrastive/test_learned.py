@@ -207,7 +207,12 @@ def test_memory_options_do_not_change_the_result(model, tmp_path, method, more):
 @pytest.mark.parametrize(
     ("learner", "more"),
     [
-        ({**AGC, "positives": "all", "reduction": "sum", "temperature": 1.0}, {}),
+        # Covered by the test of two sharded workers and by those of the losses.
+        pytest.param(
+            {**AGC, "positives": "all", "reduction": "sum", "temperature": 1.0},
+            {},
+            marks=pytest.mark.heavy,
+        ),
         # Of the model, the projection is trained.
         pytest.param({**MEMTOK, **TOKEN_RUN}, {}, marks=pytest.mark.heavy),
         pytest.param({**SEQRESIZE, **TOKEN_RUN}, {"fsdp": True}, marks=pytest.mark.heavy),

@@ -5,11 +5,11 @@ import pytest
 from pipeline.config import SpecError
 from pipeline.eval.recommend.run import list_candidates
 from pipeline.eval.recommend.spec import RecommendSpec
-from pipeline.index.reader import Index
+from pipeline.index.reader import IndexReader
 
 
 def candidates(index_uri, **fields):
-    index = Index(index_uri)
+    index = IndexReader(index_uri)
     spec = RecommendSpec(index=index_uri, **fields)
     return list_candidates(spec, index, index.representation("full").encoder, "content")
 

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -64,6 +64,9 @@ def polled(values: Iterable[Any]) -> Iterator[Any]:
             put(StopIteration)
         except BaseException as error:  # re-raised in the thread of the caller
             put(error)
+        finally:
+            if isinstance(values, Generator):
+                values.close()  # in the context of its other steps
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(produce,), daemon=True).start()

@@ -21,6 +21,8 @@ from pipeline.config import SpecError
 
 #: Environment variable with the format of the log, and its values. The first is the default.
 FORMAT_VARIABLE, FORMATS = "MAXRAY_LOG_FORMAT", ("text", "json")
+#: Loggers of this package, whose children are those of its modules and jobs.
+LOGGERS = ("pipeline", "maxray")
 
 #: Attributes that all log records have.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -74,7 +76,9 @@ def configure() -> None:
     if is_json():
         handler.setFormatter(JsonFormatter())
         sys.excepthook = _log_exception
-    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[handler])
+    for name in LOGGERS:  # libraries also log where they found credentials, for example
+        logging.getLogger(name).setLevel(logging.INFO)
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").setLevel(logging.ERROR)
 
@@ -94,7 +98,7 @@ def warnings_to(say: Callable[[str], None]) -> Iterator[None]:
             say(record.getMessage())
 
     handler = Handler(logging.WARNING)
-    loggers = [logging.getLogger(name) for name in ("pipeline", "maxray")]
+    loggers = [logging.getLogger(name) for name in LOGGERS]
     for logger in loggers:
         logger.addHandler(handler)
     try:

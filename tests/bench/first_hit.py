@@ -278,7 +278,14 @@ def _write_checkpoint(name: str, folder: Path) -> str:
         return str(Path(spec.origin).parent / "model")
     if name == "colpali":
         return str(remake.checkpoint("colpali", folder / "colpali") / "base")
-    return str(checkpoints.clip(folder / "clip"))
+    model = checkpoints.clip(folder / "clip")
+    # In the files of transformers 4, which clip-retrieval installs.
+    processor = json.loads((model / "processor_config.json").read_text())
+    (model / "preprocessor_config.json").write_text(json.dumps(processor["image_processor"]))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(model)
 
 
 def _megabytes(path: Path) -> float:

@@ -15,11 +15,12 @@ each file. The index of a single folder or file is beside it, papers.maxray. The
 files: rerun the command, or let --watch do so, to index new and changed files and to remove deleted
 ones. Paths can be glob patterns.
 
-With the default encoder, images, video and audio are found by the words in them. With an encoder
-of images, photos are found by what they show. MODEL is a checkpoint of CLIP or SigLIP, in a folder
-or on the hub:
+Images, video and audio are found by the words in them. With --see, images and video frames are
+also found by what they show, with a checkpoint of SigLIP or CLIP, in a folder or on the hub. An
+index made without it is completed: its images and videos are encoded again.
 
-    maxray index photos/ encoder.name=dual encoder.model=MODEL
+    maxray index photos/ --see
+    maxray index photos/ --see models/clip-vit-base-patch32
 
 A path that ends in .yaml or .yml is a spec, which defines a source, an encoder and any number of
 representations. --print-spec prints the spec of folders and files.
@@ -47,6 +48,7 @@ import yaml
 
 import jobs
 from pipeline import config
+from pipeline.index import SEE_MODEL
 from pipeline.runtime.progress import Display, open_display
 
 if TYPE_CHECKING:
@@ -60,6 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the job."""
     parser = jobs.spec_parser(__doc__, accepts_files=True)
     parser.add_argument("--index", help="URI of the index of the folders and files")
+    parser.add_argument(
+        "--see",
+        nargs="?",
+        const=SEE_MODEL,
+        metavar="MODEL",
+        help=f"find images and frames by what they show (default of MODEL: {SEE_MODEL})",
+    )
     parser.add_argument("--watch", action="store_true", help="index files whenever they change")
     parser.add_argument(
         "--print-spec", action="store_true", help="print the spec of the job in place of running it"
@@ -88,8 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse(arguments)
     if args.remove_missing and args.limit:
         parser.error("--remove-missing cannot be combined with --limit")
-    if jobs.is_spec(args.spec) and (args.watch or args.index):
-        parser.error("--watch and --index require folders or files; a spec has the field `index`")
+    if jobs.is_spec(args.spec) and (args.watch or args.index or args.see):
+        rule = "require folders or files; a spec has the fields `index` and `see`"
+        parser.error(f"--watch, --index and --see {rule}")
     with open_display("plain" if args.dry_run else args.progress) as display:
         if not args.print_spec:
             display.phase("load modules")
@@ -174,7 +184,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
 
     overrides = [text for text in args.overrides if _is_override(text)]
     paths = [args.spec, *(text for text in args.overrides if text not in overrides)]
-    return config.override(folder_spec(paths, args.index), overrides)
+    return config.override(folder_spec(paths, args.index, see=args.see), overrides)
 
 
 def _is_override(text: str) -> bool:

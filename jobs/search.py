@@ -99,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reranker = _reranker(args)
     with _open(args) as searcher:
         _hint(searcher, options)
+        given = options
         options = options.resolve(searcher.index, searcher.device)
         _print_known(searcher, options, sys.stderr if args.json else sys.stdout)
         if args.query_vectors:
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.run:
             _runs.write(args.run, searcher, queries, options, reranker)
         else:
-            _search(searcher, queries, options, reranker, args)
+            _search(searcher, queries, given, options, reranker, args)
 
 
 def _parse(arguments: Sequence[str] | None) -> Namespace:
@@ -220,6 +221,7 @@ def _print_known(searcher: Searcher, options: SearchOptions, file: Any) -> None:
 def _search(
     searcher: Searcher,
     queries: Mapping[str, AnyQuery],
+    given: SearchOptions,
     options: SearchOptions,
     reranker: Reranker | None,
     args: Namespace,
@@ -232,7 +234,7 @@ def _search(
     is_merged = info.assignment_form == "assignment"
     is_ambiguous = is_merged and token_representation(searcher.index, info) is None
     for batch in _runs.batches(queries):
-        hits_of_queries = searcher.search_with(list(batch.values()), options, reranker)
+        hits_of_queries = searcher.search_with(list(batch.values()), given, reranker)
         for (query_id, query), hits in zip(batch.items(), hits_of_queries, strict=True):
             if args.json:
                 is_ascii = (sys.stdout.encoding or "utf-8").lower() != "utf-8"

@@ -84,6 +84,9 @@ PAYLOAD = {
     "frames": [pa.field("frames", pa.list_(FRAME))],
     "audio": [pa.field("audio", AUDIO)],
 }
+#: Input of the second encoder of an index, which sees images and frames (`IndexSpec.see`). It has
+#: no column, but changes the revisions of images and videos, so that they are encoded again.
+SEEN = "seen"
 
 
 def payload_schema(provided: Iterable[str], requested: Container[str]) -> pa.Schema:

@@ -148,8 +148,10 @@ class Folder(PartedSource["Folder.Spec"]):
         fields = {"path": spec.path, "collection": self.collection}
         kinds: tuple[Any, ...] = (Documents, Pages, Images, Video, Audio)
         given = ({"passages": spec.passages}, *({} for _ in MEDIA))
+        # Of pages, a text encoder needs only images without a text layer, which are scans.
+        of_pages = tuple(name for name in wants if name != "image" or "text" not in wants)
         self._sources: list[Source] = [
-            kind(kind.Spec(**fields, **more), wants)
+            kind(kind.Spec(**fields, **more), of_pages if kind is Pages else wants)
             for kind, more in zip(kinds, given, strict=True)
         ]
 

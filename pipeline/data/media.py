@@ -36,7 +36,7 @@ from pipeline.data.files import (
 )
 from pipeline.data.texts import decode
 from pipeline.data.zip_members import InflatedStream, zip_members
-from pipeline.schema import Item, Reject, detail_with_file, item_id_problem, payload_schema
+from pipeline.schema import SEEN, Item, Reject, detail_with_file, item_id_problem, payload_schema
 
 ARCHIVE, ZIP = ".tar", ".zip"
 #: A shard is listed by one task, which reads its files. Other tasks decode its items.
@@ -172,6 +172,8 @@ class MediaSource(Source[MediaSpecT]):
         """Returns the options that affect the decoded content; they are part of revisions."""
         excluded = {"name", "path", "collection", "ids", "revision", "max_file_bytes", "limits"}
         wants = [kind for kind in self.provides if kind in self.wants]
+        if SEEN in self.wants and {"image", "frames"} & {*self.provides}:
+            wants.append(SEEN)
         return {**self.spec.model_dump(mode="json", exclude=excluded), "wants": wants}
 
     @property

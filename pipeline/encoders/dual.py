@@ -53,6 +53,8 @@ CLASSES = {
     "siglip2": (Siglip2Model, Siglip2Processor),
     "clip": (CLIPModel, CLIPProcessor),
 }
+#: Value of `layer` for single vectors.
+SINGLE: Literal["single"] = "single"
 #: Hidden state that EDJE stores, by model type (section 5.1).
 EDJE_LAYERS = {"siglip": -1, "siglip2": -1, "clip": -2}
 
@@ -77,10 +79,11 @@ class Dual(SequenceEncoder["Dual.Spec"]):
 
         name: Literal["dual"] = "dual"
         attention: Literal["sdpa", "eager"] = "sdpa"
-        layer: int | None = None
+        layer: int | Literal["single"] | None = None
         """Hidden state of the vision tower: 0 is the output of the embeddings, -1 that of the last
         layer. Null: the layer that EDJE uses, the last of SigLIP and the second to last of CLIP.
-        The last state of SigLIP includes the final layer norm, all others do not.
+        The last state of SigLIP includes the final layer norm, all others do not. "single": the
+        single vector of each image and of each text is its only token vector, of unit length.
         """
         keep_class: bool = False
         """Also keep the class token of CLIP, with kind `SPECIAL`."""
@@ -110,7 +113,9 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         settings = self.model.config
         self._layer = resolve_layer(spec, settings)
         self.dim = settings.vision_config.hidden_size
-        self.pooled_dim = single_vector_dim(settings)
+        self.pooled_dim: int | None = single_vector_dim(settings)
+        if spec.layer == SINGLE:
+            self.dim, self.pooled_dim, self.normalised = single_vector_dim(settings), None, True
         self.logit_scale = self.model.logit_scale.exp().item()
         # The resolved layer is hashed, because null and a number can select the same one.
         ignored = {*NOT_IN_FINGERPRINTS, "layer", "documents", "overlong"} - {"normalise"}
@@ -127,6 +132,8 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         family = settings.model_type
         rule = f"false (a {family} has no class token)"
         spec.require(family == "clip" or not spec.keep_class, "keep_class", rule)
+        is_patch = spec.layer != SINGLE
+        spec.require(is_patch or not spec.keep_class, "keep_class", "false with layer: single")
         rule = f"null (a {family} has a fixed grid)"
         spec.require(family == "siglip2" or spec.max_patches is None, "max_patches", rule)
         cls.reader(spec).check()
@@ -137,12 +144,14 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         return ("text",) if spec.documents == "text" else ("image", "frames")
 
     @classmethod
-    def attention(cls, spec: Spec) -> AttentionInfo:
+    def attention(cls, spec: Spec) -> AttentionInfo | None:
         """Returns column sums over the patches and, for CLIP, the row of the class token.
 
         SigLIP pools with an attention head after the last layer, which is not recorded.
         """
         settings = check_checkpoint(spec, *CLASSES)
+        if spec.layer == SINGLE:
+            return None
         pooled = ("pooled_row",) if settings.model_type == "clip" else ()
         return attention_info(settings.vision_config, ("column_sums", *pooled))
 
@@ -174,37 +183,50 @@ class Dual(SequenceEncoder["Dual.Spec"]):
 
     def forward(
         self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs a tower and returns its hidden states and its projected pooled output."""
         if "pixel_values" in inputs:
             return self._encode_images(inputs)
         return self._encode_texts(inputs["input_ids"])
 
-    def _encode_images(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode_images(
+        self, inputs: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = inputs.pop("attention_mask")
         if "spatial_shapes" in inputs:
             inputs["pixel_attention_mask"] = mask
         num_layers = self.model.config.vision_config.num_hidden_layers
-        is_last = self._layer == num_layers
+        is_last = self._layer in (num_layers, SINGLE)
         output = self.model.get_image_features(**inputs, output_hidden_states=not is_last)
+        if self._layer == SINGLE:
+            return self._first(output.pooler_output, mask), None
         states = output.last_hidden_state if is_last else output.hidden_states[self._layer]
         return states, output.pooler_output
 
-    def _encode_texts(self, ids_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode_texts(self, ids_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         # No attention mask: SigLIP is trained to attend to the padding, which the reader adds, and
         # the causal attention of CLIP ignores it.
         output = self.model.get_text_features(ids_BL)
-        form = text_form(self.model.config)
+        form = text_form(self.spec, self.model.config)
         if form == "states":
             return output.last_hidden_state, output.pooler_output
-        states = output.pooler_output.new_zeros(*ids_BL.shape, self.dim)
-        if form == "pooled":
-            states[:, 0] = output.pooler_output
-        return states, output.pooler_output
+        if form == "none":
+            states = output.pooler_output.new_zeros(*ids_BL.shape, self.dim)
+        else:
+            states = self._first(output.pooler_output, ids_BL)
+        return states, None if self._layer == SINGLE else output.pooler_output
+
+    def _first(self, vectors_BD: torch.Tensor, positions_BL: torch.Tensor) -> torch.Tensor:
+        """Returns states (B, L, D) with the vectors at the first position."""
+        states = vectors_BD.new_zeros(*positions_BL.shape, self.dim)
+        states[:, 0] = vectors_BD
+        return states
 
 
-def resolve_layer(spec: Dual.Spec, settings: PretrainedConfig) -> int:
-    """Returns the index of the hidden state that is used as token vectors, starting from 0."""
+def resolve_layer(spec: Dual.Spec, settings: PretrainedConfig) -> int | str:
+    """Returns the index of the hidden state that is used as token vectors, from 0, or "single"."""
+    if spec.layer == SINGLE:
+        return SINGLE
     num_layers = settings.vision_config.num_hidden_layers
     layer = EDJE_LAYERS[settings.model_type] if spec.layer is None else spec.layer
     check_layers(layer, num_layers)
@@ -218,8 +240,10 @@ def single_vector_dim(settings: PretrainedConfig) -> int:
     return settings.vision_config.hidden_size
 
 
-def text_form(settings: PretrainedConfig) -> Literal["states", "pooled", "none"]:
+def text_form(spec: Dual.Spec, settings: PretrainedConfig) -> Literal["states", "pooled", "none"]:
     """Returns the origin of the token vectors of texts."""
+    if spec.layer == SINGLE:
+        return "pooled"
     width = settings.vision_config.hidden_size
     if settings.text_config.hidden_size == width:
         return "states"
@@ -264,7 +288,7 @@ class DualReader(Reader["Dual.Spec"]):
                 sequences = [self.read_text_query(text)[0]] if text.strip() else []
             except SpecError as error:
                 raise Unreadable("text too long", str(error)) from None
-            if text_form(self.settings) == "none":
+            if text_form(self.spec, self.settings) == "none":
                 for sequence in sequences:
                     sequence.keep[0] = True  # a vector of zeros, see `Dual`
             return sequences
@@ -303,6 +327,10 @@ class DualReader(Reader["Dual.Spec"]):
             extents = torch.cat([torch.full((1, 6), torch.nan), extents])
             kind = torch.cat([torch.tensor([SPECIAL]), kind])
             keep = torch.cat([torch.tensor([self.spec.keep_class]), keep])
+        if self.spec.layer == SINGLE:  # the first position has the vector of the whole image
+            extents[0] = torch.tensor([*self._crop(image), start, stop])
+            kind[0] = VISUAL
+            keep = torch.arange(len(keep)) == 0
         return ModelInput.create({}, media, kind, keep, extents)
 
     def _margin(self, side: int, size: int) -> int:
@@ -355,7 +383,7 @@ class DualReader(Reader["Dual.Spec"]):
             )
         ids, is_text = encoded["input_ids"][0], encoded["attention_mask"][0].bool()
         check_query_size(text, len(ids), max_length)
-        form = text_form(self.settings)
+        form = text_form(self.spec, self.settings)
         kind = torch.where(is_text, text_kinds(tokenizer, ids), SPECIAL)
         keep = torch.zeros_like(is_text)
         if form == "states":

@@ -25,6 +25,8 @@ LEASE = "lease"
 PARTS = (ITEMS, REJECTS, ARTEFACTS, JOBS)
 #: Suffix of the index of a folder, which is beside the folder.
 SUFFIX = ".maxray"
+#: Encoder of images and frames that `maxray index FOLDER --see` uses without the name of another.
+SEE_MODEL = "google/siglip2-base-patch16-224"
 #: Environment variable that names the executor of jobs: `ray` or `process`.
 EXECUTOR = "MAXRAY_EXECUTOR"
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from pipeline.config import ComponentSpec, SpecError, within
+from pipeline.config import ComponentSpec, MissingField, SpecError, within
 from pipeline.data.combined import Combined
-from pipeline.encoders import AttentionInfo
+from pipeline.encoders import AttentionInfo, Encoder
 from pipeline.index.columns import all_representations, represented_fields, taps_by_representation
 from pipeline.index.info import EncoderInfo, pooled_infos, representation_infos
 from pipeline.index.reader import IndexReader, check_location, contains_index, exists
 from pipeline.index.rerank_tokens import read_edje
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.trained import check_compressors
-from pipeline.registry import ENCODERS, SOURCES
+from pipeline.registry import CODECS, ENCODERS, SOURCES
 from pipeline.taps import Tap
 
 
@@ -50,6 +50,7 @@ def check(spec: IndexSpec) -> IndexSpec:
             rule = "null unless a representation has `field: content`"
             raise SpecError("rerank", spec.rerank, rule)
         read_edje(spec.rerank)
+    _check_see(spec)
     check_compressors(all_representations(spec), spec.encoder)
     _check_taps(spec, encoder.attention(spec.encoder))
     for source_spec in filter(None, (spec.source, spec.fit.source)):
@@ -63,6 +64,34 @@ def check_resources(spec: IndexSpec, resources: IndexResources) -> None:
     if resources.device_map and not ENCODERS.load(spec.encoder.name).supports_device_map:
         rule = f"null for the encoder {spec.encoder.name}, which runs on one GPU"
         raise SpecError("device_map", resources.device_map, rule)
+    if resources.prepare and spec.see:
+        rule = "null for a spec with `see`, whose encoding actors read the images"
+        raise SpecError("prepare", "a pool", rule)
+
+
+def _check_see(spec: IndexSpec) -> None:
+    """Raises `SpecError` unless `see` is an encoder of images, and represented without a fit."""
+    seen = [r for r in all_representations(spec) if r.field == "image"]
+    if spec.see is None:
+        if seen:
+            raise MissingField("see", None, f"an encoder of images, for {seen[0].id}")
+        return
+    if not seen:
+        raise SpecError("see", spec.see.name, "null unless a representation has `field: image`")
+    encoder: type[Encoder] = ENCODERS.load(spec.see.name)
+    inputs = set(encoder.supported_inputs(spec.see))
+    if not inputs or not inputs <= {"image", "frames"}:
+        rule = "an encoder of images, such as dual"
+        raise SpecError("see", spec.see.name, rule, f"reads {', '.join(sorted(inputs))}")
+    prefixes = [ENCODERS.load(s.name).column_prefix(s) for s in (spec.encoder, spec.see)]
+    if prefixes[0] == prefixes[1]:
+        raise SpecError("see", spec.see.name, f"another encoder than `encoder` ({prefixes[0]})")
+    with within("see"):
+        encoder.check(spec.see)
+    for r in seen:
+        if r.compressor.name != "none" or CODECS.build(r.codec).needs_fit:
+            rule = "none, with a codec without a fit, for `field: image`"
+            raise SpecError(f"representations.{r.id}.compressor", r.compressor.name, rule)
 
 
 def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
@@ -77,6 +106,8 @@ def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
 
 def check_same_encoder(schema: pa.Schema, encoder_info: EncoderInfo) -> None:
     """Raises `SpecError` if columns of this encoder were filled with another fingerprint."""
+    if encoder_info.see is not None:
+        check_same_encoder(schema, encoder_info.see)
     pooled, representations = pooled_infos(schema).values(), representation_infos(schema).values()
     stored = [(info.name, info.encoder, info.fingerprint) for info in pooled]
     for info in representations:

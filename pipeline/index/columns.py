@@ -42,8 +42,9 @@ COMPANION_SUFFIXES = (
     "_tap",
     "_candidates",
 )
-#: Field of an item that a representation encodes: its content or its caption.
-ItemField = Literal["content", "caption"]
+#: Field of an item that a representation encodes: its content, its caption, or its image or frames,
+#: which the encoder `see` of the spec encodes.
+ItemField = Literal["content", "caption", "image"]
 ITEM_FIELDS: tuple[str, ...] = get_args(ItemField)
 #: Token columns that a separate encoding actor passes to the compressing actor.
 TOKEN_COLUMNS = ("vectors", "spans", "extents", "confidence", "pooled", "appended")
@@ -297,15 +298,15 @@ def representation_info(
     field_info = encoder_info.for_field(representation.field)
     return RepresentationInfo(
         column=representation.id,
-        encoder=encoder_info,
+        encoder=(encoder := encoder_info.of_field(representation.field)),
         compressor=stored_settings(representation.compressor),
         codec=dump(representation.codec),
         artefact=None,
         codec_artefact=None,
-        dim=compressor.output_dim(encoder_info.dim),
+        dim=compressor.output_dim(encoder.dim),
         normalised=compressor.normalised,
         field=representation.field,
-        text_column="text" if representation.field == "content" else representation.field,
+        text_column="caption" if representation.field == "caption" else "text",
         pooled_column=field_info.pooled_column,
         positions={kind: field_info.position_column(kind) for kind in field_info.position_types},
         assignment_column=representation.assignment_id if has_assignment(representation) else None,
@@ -348,7 +349,11 @@ def changed_setting(
 ) -> tuple[str, Any, Any] | None:
     """Finds the first setting that differs from the index. Returns its name and both values."""
     settings = (
-        ("fingerprint", encoder_info.fingerprint, stored.encoder.fingerprint),
+        (
+            "fingerprint",
+            encoder_info.of_field(representation.field).fingerprint,
+            stored.encoder.fingerprint,
+        ),
         ("compressor", stored_settings(representation.compressor), stored.compressor),
         ("codec", dump(representation.codec), stored.codec),
         ("field", representation.field, stored.field),

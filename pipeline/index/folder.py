@@ -40,13 +40,18 @@ REPRESENTATIONS = (
 #: Recognisers of the encoder `transcript`, and the packages that they need.
 RECOGNISERS = {"ocr": "rapidocr", "speech": "pocketsphinx"}
 #: Reason of the default encoder for files without words, and what to do about it.
-NO_WORDS, NO_WORDS_NOTE = "no text, no speech", "; `maxray index --help` names an encoder of images"
+NO_WORDS, NO_WORDS_NOTE = "no text, no speech", "; --see finds images and frames by what they show"
+#: Representation of the vectors of `--see`.
+SEEN = {"compressor": "none", "field": "image", "id": "seen"}
 #: Maximum number of files that are named for a reason.
 MAX_EXAMPLES = 3
 
 
 def folder_spec(
-    paths: Sequence[str], index: str | None = None, encoder: str | Mapping[str, Any] = "minilm"
+    paths: Sequence[str],
+    index: str | None = None,
+    encoder: str | Mapping[str, Any] = "minilm",
+    see: str | None = None,
 ) -> dict[str, Any]:
     """Returns the spec of the job that indexes folders and files.
 
@@ -55,6 +60,8 @@ def folder_spec(
         index: URI of the index. Defaults to `FOLDER.maxray` beside a single folder or file.
         encoder: Encoder. The default, `minilm`, also encodes the text that OCR and speech
             recognition find, if they are installed.
+        see: Checkpoint of CLIP or SigLIP, a folder or a name on the hub, which encodes images and
+            video frames. An index that has one keeps it.
 
     Raises:
         SpecError: A path does not exist or is an index, or the index must be named.
@@ -81,9 +88,15 @@ def folder_spec(
     if exists(index) and contains_index(index):
         stored = representation_infos(IndexReader(index).dataset.schema).values()
         columns = [dump(stored_representation(info)) for info in stored] or columns
+        models = [info.encoder.spec["model"] for info in stored if info.field == "image"]
+        see = see or next(iter(models), None)
     source = sources[0] if len(sources) == 1 else sources
-    spec = {"index": index, "source": source}
-    return {**spec, "encoder": encoder, "representations": columns}
+    spec = {"index": index, "source": source, "encoder": encoder}
+    if see:
+        spec["see"] = {"name": "dual", "model": see, "layer": "single"}
+        if all(column.get("field") != "image" for column in columns):
+            columns.append(SEEN)
+    return {**spec, "representations": columns}
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -43,6 +43,7 @@ class EncoderInfo:
         has_confidence: Whether tokens have recognition confidences.
         num_layers: Number of layers with attention statistics, or None without them.
         query_kinds: Supported members of `QUERY_KINDS`, or empty if queries must be vectors.
+        see: Encoder of the item field `image`, or None without one.
     """
 
     spec: dict[str, Any]
@@ -56,6 +57,7 @@ class EncoderInfo:
     num_layers: int | None = None
     query_kinds: tuple[str, ...] = ("text",)
     has_confidence: bool = False
+    see: EncoderInfo | None = None
 
     @classmethod
     def from_encoder(cls, encoder: Encoder, spec: EncoderSpec) -> EncoderInfo:
@@ -80,12 +82,17 @@ class EncoderInfo:
         """Registered name of the encoder."""
         return self.spec["name"]
 
+    def of_field(self, field: str) -> EncoderInfo:
+        """Returns the encoder of an item field: `see` for images, else this one."""
+        return self.see if field == "image" and self.see is not None else self
+
     def for_field(self, field: str) -> EncoderInfo:
-        """Returns the info for an item field. Captions have a separate column prefix."""
+        """Returns the info for an item field. Each has a separate column prefix."""
         if field == "content":
             return self
-        prefix = f"{self.prefix}_{field}"
-        return replace(self, has_extents=False, has_confidence=False, prefix=prefix)
+        encoder = self.of_field(field)
+        info = replace(encoder, prefix=f"{encoder.prefix}_{field}")
+        return replace(info, has_extents=False, has_confidence=False) if encoder is self else info
 
     @property
     def pooled_column(self) -> str | None:

@@ -133,7 +133,7 @@ def run(
         progress.phases["lease"] = time.perf_counter() - start
         context = Context(spec, resources, session, progress, report)
         # The encoder is loaded while the source is listed.
-        describe = tasks.describe_encoder, spec.encoder
+        describe = tasks.describe_encoder, spec.encoder, spec.see
         encoder_info = executor.submit(resources.encode, *describe)
         listing = list_source(context, limit, retry_rejects)
         with context.session.monitor.phase("load encoder", total=progress.to_do):

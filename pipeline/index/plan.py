@@ -15,6 +15,7 @@ from pipeline.index.columns import (
     all_representations,
     changed_setting,
     check_same_settings,
+    encoder_fields,
 )
 from pipeline.index.fitting import LearnedState, load_learned_state
 from pipeline.index.info import (
@@ -66,10 +67,12 @@ def plan_columns(spec: IndexSpec, encoder_info: EncoderInfo, writer: IndexWriter
     schema = writer.dataset.schema
     check_same_encoder(schema, encoder_info)
     added = [r for r in wanted if r.id not in schema.names]
-    if added and not is_empty:
+    # Items with images have other revisions, so this job encodes those of the index again.
+    absent = [r for r in added if r.field != "image"]
+    if absent and not is_empty:
         rule = f"one of {', '.join(columns_with_role(schema, 'search'))}"
         note = f"; add it with `maxray add representations {spec.index}`, then resume indexing"
-        raise SpecError("representations", added[0].id, rule, "is not in this index", note)
+        raise SpecError("representations", absent[0].id, rule, "is not in this index", note)
     if spec.rerank and RERANK_TOKENS in schema.names:
         check_same_adapter(spec.rerank, RerankInfo.from_schema(schema, RERANK_TOKENS))
         rerank = []
@@ -90,12 +93,15 @@ def plan_columns(spec: IndexSpec, encoder_info: EncoderInfo, writer: IndexWriter
         if tap and not is_empty:
             rule = "an attention statistic that the index stores"
             raise SpecError("keep_taps", tap, rule, "can only be added while the index is empty")
+    if not is_empty:
+        see = encoder_fields(encoder_info.for_field("image"), spec.keep_positions) if added else []
+        missing = [column for column in missing if column in see]
     return ColumnPlan(
         encoder_info,
         learned,
         tuple(added),
-        tuple(column.name for column in shared if is_empty or column.name in schema.names),
-        tuple(missing if is_empty else ()),
+        tuple(column.name for column in shared if column in missing or column.name in schema.names),
+        tuple(missing),
         tuple(rerank),
     )
 

@@ -15,6 +15,7 @@ from pipeline.index.reader import part_uri
 from pipeline.index.stage import Profile, Resources
 from pipeline.index.units import UnitLimits
 from pipeline.registry import ENCODERS, SOURCES, EncoderSpec, SourceSpec
+from pipeline.schema import SEEN
 from pipeline.taps import TapName
 
 Items = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -42,6 +43,9 @@ class IndexSpec(Spec):
     """Source of the items."""
     encoder: EncoderSpec = Field(default_factory=partial(ENCODERS.resolve, "minilm"))
     """Encoder of the items."""
+    see: EncoderSpec | None = None
+    """Encoder of images and video frames, for representations with `field: image`. Items without
+    content for `encoder` are then indexed by what they show."""
     representations: list[Representation] = Field(default_factory=list)
     """Columns of token vectors to store."""
     sweep: Sweep = Field(default_factory=dict)
@@ -85,8 +89,12 @@ class IndexSpec(Spec):
         """Returns the inputs of the items that must be read, see `schema.PAYLOAD`."""
         item_fields = represented_fields(all_representations(self))
         encoder = ENCODERS.load(self.encoder.name)
-        content = encoder.supported_inputs(self.encoder) if "content" in item_fields else ()
-        return (*content, *(item_field for item_field in item_fields if item_field != "content"))
+        inputs = [*encoder.supported_inputs(self.encoder)] if "content" in item_fields else []
+        inputs += [item_field for item_field in item_fields if item_field == "caption"]
+        if self.see is not None:
+            see = ENCODERS.load(self.see.name).supported_inputs(self.see)
+            inputs += [SEEN, *(name for name in see if name not in inputs)]
+        return tuple(inputs)
 
     def build_source(self) -> Source:
         """Builds the source, which is restricted to the inputs in `payload`."""
@@ -94,7 +102,8 @@ class IndexSpec(Spec):
 
     def listing_job(self, folder: str, retry_rejects: tuple[str, ...] = ()) -> ListingJob:
         """Returns the settings that the tasks for listing the source share."""
-        spec_digest = digest({"source": dump(self.source), "encoder": dump(self.encoder)})
+        settings = {"source": dump(self.source), "encoder": dump(self.encoder)}
+        spec_digest = digest(settings | ({"see": dump(self.see)} if self.see else {}))
         index, payload = part_uri(self.index), self.payload()
         return ListingJob(
             index, folder, self.source, spec_digest, retry_rejects, payload, self.unit_limits

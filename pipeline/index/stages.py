@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ import torch
 from pipeline.compression import MAX_TOKENS, Compressor
 from pipeline.compression.codecs import Codec
 from pipeline.config import ComponentSpec, digest, dump
+from pipeline.data.decode import Unreadable
 from pipeline.encoders import Encoder
 from pipeline.encoders.shared import load_encoder
 from pipeline.index.columns import (
@@ -93,6 +96,7 @@ class Encode(Stage):
         rerank: Folder of an EDJE whose adapter tokens are added, or None for none.
         prepare: Whether this stage prepares the items itself, without an earlier `Prepare`.
         placement: Options of the encoder's constructor that place its weights on devices.
+        see: Encoder of the item field `image`, or None without that field.
     """
 
     spec: ComponentSpec
@@ -103,6 +107,7 @@ class Encode(Stage):
     rerank: str | None = None
     prepare: bool = True
     placement: Mapping[str, Any] = field(default_factory=dict)
+    see: ComponentSpec | None = None
 
     name: ClassVar[str] = "encode"
 
@@ -122,7 +127,10 @@ class Encode(Stage):
         tokens = (
             token_column(item_field, name)
             for item_field in self.item_fields
-            for name in (*encoder_token_columns(self.encoder_info.for_field(item_field)), *others)
+            for name in (
+                *encoder_token_columns(self.encoder_info.for_field(item_field)),
+                *(others if item_field != "image" else ()),
+            )
         )
         return (*tokens, *self.adds_for_rerank)
 
@@ -144,6 +152,10 @@ class Encode(Stage):
             from pipeline.encoders.edje.model import load_adapter
 
             self._adapter = load_adapter(self.rerank, "rerank")
+        self._see: Encode | None = None
+        if self.see is not None:
+            info = self.encoder_info.of_field("image")
+            self._see = Encode(self.see, info, placement=self.placement).load()
         reason = encoder.empty_reason if "content" in self.item_fields else "no caption"
         self._empty_reason = f"{NOTHING}: {reason}"
         return self
@@ -159,6 +171,8 @@ class Encode(Stage):
         """Yields the tokens of prepared items and the problems of items without valid tokens."""
         taps = [self.taps] if self.taps else []
         for item_field in self.item_fields:
+            if item_field == "image":
+                continue
             rows, texts = _items_of(items, item_field)
             if not len(rows):
                 continue
@@ -169,6 +183,27 @@ class Encode(Stage):
                 if row_problems:
                     batch = batch.take(usable.nonzero().squeeze(1))
                 yield EncodedRows(item_field, item_rows[usable.numpy()], batch, row_problems)
+
+    def _seen(self, items: pa.Table) -> Iterator[EncodedRows]:
+        """Yields the vectors of the images and frames of items, except those it cannot read."""
+        names = [name for name in ("image", "frames") if name in items.column_names]
+        if self._see is None or not names:
+            return
+        has_media = np.any([items[name].is_valid().to_numpy() for name in names], axis=0)
+        for rows, prepared in self._see.readable(items, np.flatnonzero(has_media)):
+            for seen, batch in ((s, b) for _, s, b, _ in self._see.batches(prepared)):
+                yield EncodedRows("image", rows[seen], batch, {})
+
+    def readable(self, items: pa.Table, rows: np.ndarray) -> Iterator[tuple[np.ndarray, pa.Table]]:
+        """Yields prepared rows: all of them, or if some cannot be read, the others one by one."""
+        try:
+            yield rows, self.prepared(items.take(rows))
+            return
+        except Unreadable:
+            pass
+        for row in rows:
+            with contextlib.suppress(Unreadable):
+                yield np.array([row]), self.prepared(items.take([row]))
 
     def process(self, items: pa.Table) -> Processed:
         """Encodes items into token columns."""
@@ -183,10 +218,11 @@ class Encode(Stage):
             columns: Returns the columns of the tokens of an item field.
         """
         started = time.perf_counter()
-        items = self.prepared(items)
+        media, items = items, self.prepared(items)
         prepared = time.perf_counter()
         collector, computing = ColumnCollector(), 0.0
-        for item_field, rows, batch, problems in self.batches(items):
+        encoded = itertools.chain(self.batches(items), self._seen(media))
+        for item_field, rows, batch, problems in encoded:
             start = time.perf_counter()
             added = columns(batch, item_field)
             if self.rerank is not None and item_field == "content":
@@ -207,7 +243,7 @@ class Encode(Stage):
             columns["pooled"] = fixed_lists(batch.pooled, pa.float32())
         if self.appended and batch.appended is not None:
             columns["appended"] = fixed_lists(batch.appended.flatten(1), pa.float32())
-        for tap in self.taps:
+        for tap in self.taps if item_field != "image" else ():
             columns[TAP + tap.name] = tap_values(batch, tap)
         return {token_column(item_field, name): column for name, column in columns.items()}
 

@@ -42,7 +42,9 @@ def encoder_columns(spec: IndexSpec, encoder_info: EncoderInfo) -> list[pa.Field
     return [
         column
         for name in item_fields
-        for column in encoder_fields(encoder_info.for_field(name), spec.keep_positions, taps)
+        for column in encoder_fields(
+            encoder_info.for_field(name), spec.keep_positions, () if name == "image" else taps
+        )
     ]
 
 
@@ -62,10 +64,11 @@ def encode_stage(
         prepare: Whether the stage prepares the items itself.
         placement: Options of the encoder's constructor that place its weights on devices.
     """
+    fields = represented_fields(representations)
     return Encode(
         spec.encoder,
         encoder_info,
-        represented_fields(representations),
+        fields,
         sorted(
             {
                 *required_taps(representations, encoder_info.num_layers),
@@ -76,6 +79,7 @@ def encode_stage(
         spec.rerank if rerank else None,
         prepare,
         placement or {},
+        spec.see if "image" in fields else None,
     )
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from pipeline.config import ComponentSpec, SpecError, dump, within
-from pipeline.data.decode import Unreadable
 from pipeline.encoders.shared import load_encoder
 from pipeline.index import listing, unit_reader
 from pipeline.index.artefacts import Sample
@@ -66,10 +64,14 @@ def list_shards(
         yield tally
 
 
-def describe_encoder(spec: ComponentSpec) -> EncoderInfo:
-    """Loads an encoder and returns its info."""
+def describe_encoder(spec: ComponentSpec, see: ComponentSpec | None = None) -> EncoderInfo:
+    """Loads an encoder, and that of images if there is one, and returns its info."""
     with within("encoder"):
-        return EncoderInfo.from_encoder(load_encoder(spec), spec)
+        info = EncoderInfo.from_encoder(load_encoder(spec), spec)
+    if see is None:
+        return info
+    with within("see"):
+        return replace(info, see=EncoderInfo.from_encoder(load_encoder(see), see))
 
 
 def remarks(spec: IndexSpec) -> list[str]:
@@ -126,7 +128,7 @@ def fit_representation(
         for items in unit_reader.sample_items(
             job, num_shards, fit_sample.num_items, fit_sample.seed
         ):
-            for prepared in _readable(encoder, items):
+            for _, prepared in encoder.readable(items, np.arange(items.num_rows)):
                 content_N = listing.content_hashes(prepared)
                 for _, rows, batch, _ in encoder.batches(prepared):
                     if len(batch):
@@ -141,14 +143,3 @@ def fit_representation(
     learned = fit(representation, stage.encoder_info, sample, fit_sample.seed)
     origin = {"source": dump(fit_sample.source)} if fit_sample.source else {}
     return learned._replace(sample=Sample(origin, np.array(sorted(hashes), np.uint64)))
-
-
-def _readable(encoder: Encode, items: pa.Table) -> Iterator[pa.Table]:
-    try:
-        yield encoder.prepared(items)
-        return
-    except Unreadable:
-        pass
-    for row in range(items.num_rows):
-        with contextlib.suppress(Unreadable):
-            yield encoder.prepared(items.slice(row, 1))

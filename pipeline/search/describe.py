@@ -88,6 +88,7 @@ def describe(
                 span=row.get("span"),
                 modality=row.get("modality"),
                 source=row.get("source"),
+                representation=representation,
                 parts=_parts(ranking, i, num_tokens[query]),
                 first_stage=ranking.first_stage[i] if ranking.first_stage else None,
                 edje=ranking.edje[i] if ranking.edje else None,

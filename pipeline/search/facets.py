@@ -201,7 +201,7 @@ def _example_representations(index: IndexReader) -> dict[str, RepresentationInfo
     ordered = [infos[name] for name in sorted(infos, key=lambda name: name != "full")]
     found: dict[str, RepresentationInfo] = {}
     for info in ordered:
-        if "text" in info.encoder.query_kinds:
+        if "text" in info.encoder.query_kinds and info.field != "image":
             found.setdefault("text" if info.field == "content" else info.field, info)
     content = found.get("text")
     if content is not None and "image" in content.encoder.query_kinds:

@@ -167,7 +167,12 @@ class Index:
             upsert(self.uri, given, columns, label, self._executor, job=job_id())
         return self.reader.version
 
-    def add_files(self, *paths: str, encoder: str | Mapping[str, Any] = "minilm") -> Account:
+    def add_files(
+        self,
+        *paths: str,
+        encoder: str | Mapping[str, Any] = "minilm",
+        see: str | None = None,
+    ) -> Account:
         """Indexes folders and files, as `maxray index` does, and returns what became of each file.
 
         Calling it again replaces changed files and removes deleted ones. `print` shows the result
@@ -177,6 +182,9 @@ class Index:
             paths: Folders, files and glob patterns. All types of files are detected.
             encoder: Name or settings of the encoder. The default, `minilm`, also encodes the text
                 that OCR and speech recognition find, if they are installed.
+            see: Checkpoint of CLIP or SigLIP, a folder or a name on the hub, such as
+                `google/siglip2-base-patch16-224`. Images and video frames are then also found by
+                what they show. Later calls need not repeat it.
 
         Raises:
             SpecError: A path does not exist, or the index has another encoder.
@@ -184,7 +192,7 @@ class Index:
         """
         from pipeline.index.folder import folder_spec, index_files  # imports all readers
 
-        spec = parse(IndexSpec, folder_spec(paths, self.uri, encoder))
+        spec = parse(IndexSpec, folder_spec(paths, self.uri, encoder, see))
         with self._changes():
             return index_files(
                 spec, IndexResources(), job_id=job_id(), report=_ignore, executor=self._executor

@@ -42,7 +42,7 @@ def write_hit_maps(
     errors = []
     for hit in hits:
         try:
-            map = similarity_map(searcher, query, hit.item_id, representation)
+            map = similarity_map(searcher, query, hit.item_id, hit.representation or representation)
             _write_maps(folder, hit.rank, previews, map, title)
         except SpecError as error:
             errors.append(error)

@@ -180,6 +180,8 @@ class Hit(Response):
     """Modality of the item, such as `text` or `image`."""
     source: str | None = None
     """Name of the source that the item was read from."""
+    representation: str | None = None
+    """Name of the representation by which the item was found."""
     parts: ScoreParts | None = None
     """Components of the score."""
     first_stage: FirstStage | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pipeline.config import SpecError, parse
@@ -10,7 +11,8 @@ from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.encoders.shared import Encoders
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import IndexReader
-from pipeline.search.candidates import EXACT
+from pipeline.schema import Composed
+from pipeline.search.candidates import AUTO, EXACT
 from pipeline.search.describe import describe
 from pipeline.search.html import Hits
 from pipeline.search.options import SearchOptions, representation_info
@@ -98,7 +100,9 @@ class Searcher:
                 output of `queries` for this representation.
             representation: Name of the representation to search, or `NAME@K` for the first K
                 vectors of each item of a representation with nested vectors. Defaults to `full` if
-                it exists, otherwise the first.
+                it exists, otherwise the first. If the index has a representation of images by
+                another encoder (`see`), the hits of both alternate by default: their scores are not
+                comparable.
             explain: Whether hits contain `matches`, one per query token, and `passages`.
             rerank: Second stage that reorders the best items of the first.
             options: Other fields of `SearchOptions`, such as `k` (default 10), `score` or `filter`.
@@ -123,10 +127,30 @@ class Searcher:
         self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None = None
     ) -> list[list[Hit]]:
         """Returns the hits of each query. See `search`."""
+        if reranker is None and (names := self._alternating(queries, options)):
+            found = [
+                self.search_with(queries, options.model_copy(update={"representation": name}))
+                for name in names
+            ]
+            return [_alternate(groups, options.k) for groups in zip(*found, strict=True)]
         options = options.resolve(self.index, self.device)
         encoded, rankings = self._rank(queries, options, reranker)
         explain = options.explain is not None
         return self.hits(rankings, encoded, options.column, explain=explain)
+
+    def _alternating(self, queries: AnyQueries, options: SearchOptions) -> list[str]:
+        """Returns the representations of texts and images that a search by default combines."""
+        is_default = options.representation is None and options.candidates == AUTO
+        if not (is_default and options.score == "maxsim" and isinstance(queries, Sequence)):
+            return []
+        infos = self.index.representations().values()
+        seen = next((info for info in infos if info.field == "image"), None)
+        types = {str: "text", bytes: "image", Composed: "composed"}
+        kinds = {types.get(type(query)) for query in queries}
+        if seen is None or not kinds <= {*types.values()}:
+            return []
+        both = self.representation(), seen
+        return [info.name for info in both if kinds <= {*info.encoder.query_kinds}]
 
     def _rank(
         self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None
@@ -211,3 +235,18 @@ class Searcher:
         """Counts how many different item or parent ids of a list occur in the index."""
         selected = parse(SearchOptions, {field: ids})
         return self.items.num_known(getattr(selected, field) or (), field)
+
+
+def _alternate(groups: Iterable[Sequence[Hit]], k: int) -> list[Hit]:
+    """Returns the first hit of each group, then the second ones, and so on, without repeated ones.
+
+    >>> fields = {"rank": 1, "score": 1.0, "parent_id": ""}
+    >>> a, b, c = (Hit(item_id=name, **fields) for name in "abc")
+    >>> [hit.item_id for hit in _alternate([[a, b], [b, a, c]], 3)]
+    ['a', 'b', 'c']
+    """
+    found: dict[str, Hit] = {}
+    for hit in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*groups))):
+        found.setdefault(hit.item_id, hit)
+    hits = itertools.islice(found.values(), k)
+    return [hit.model_copy(update={"rank": rank}) for rank, hit in enumerate(hits, 1)]

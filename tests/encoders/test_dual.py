@@ -93,6 +93,22 @@ def test_tokens_are_the_states_used_by_edje(encoder, reference, family):
         assert (batch.kind[batch.mask] == VISUAL).all() and not batch.normalised
 
 
+def test_layer_single_is_the_single_vector(build, reference, family):
+    encoder = build(family, layer="single")
+    images, items = make_images(*SIZES)
+    for image, batch in zip(images, encode_items(encoder, items), strict=True):
+        output, _ = reference(image)
+        assert batch.mask.sum() == 1 and batch.pooled is None and batch.normalised
+        assert_close(batch.vectors[batch.mask], normalise(output.pooler_output))
+        assert (batch.kind[batch.mask] == VISUAL).all()
+    encoded = encoder.encode_queries(TEXTS)
+    assert encoded.token_texts == [[text] for text in TEXTS]
+    for text, vectors, mask in zip(TEXTS, encoded.tokens.vectors, encoded.tokens.mask, strict=True):
+        expected = reference(text=text.lower()).pooler_output
+        assert mask.sum() == 1
+        assert_close(vectors[mask], normalise(expected))
+
+
 def test_single_vectors_match_transformers(encoder, reference):
     images, items = make_images(*SIZES)
     for image, batch in zip(images, encode_items(encoder, items), strict=True):

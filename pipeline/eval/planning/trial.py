@@ -81,7 +81,7 @@ def list_items(spec: IndexSpec, resources: IndexResources, limit: int | None, si
     Nothing is decoded.
     """
     start, executor = time.perf_counter(), current()
-    described = executor.submit(resources.encode, tasks.describe_encoder, spec.encoder)
+    described = executor.submit(resources.encode, tasks.describe_encoder, spec.encoder, spec.see)
     chosen = executor.submit(resources.read, _choose, spec, limit, size)
     encoder_info = described.result()
     loading_seconds = time.perf_counter() - start

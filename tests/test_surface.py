@@ -8,17 +8,17 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 49_560,
-    "lines of code outside unit tests": 63_620,
+    "lines of code in pipeline/ and jobs/": 49_730,
+    "lines of code outside unit tests": 63_790,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 7,
     "registries": 10,
     "registry entries": 76,
     "verbs": 13,
-    "flags of verbs": 121,
+    "flags of verbs": 122,
     "benches": 26,
-    "spec fields": 796,
+    "spec fields": 798,
     "HTTP fields": 207,
     "shipped specs": 26,
     "modules with one importer": 86,

@@ -14,8 +14,10 @@ def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
     if not hits:
         return "no hits"
     lines = []
+    is_mixed = len({hit.representation for hit in hits}) > 1  # scores are not comparable
     for hit in hits:
         head = [f"{hit.rank:3}  {hit.score:8.4f}", hit.item_id, format_span(hit.span)]
+        head += [f"[{hit.representation}]"] if is_mixed else []
         head += [hit.title or "", format_first_rank(hit)]
         lines.append("  ".join(printable(part) for part in head if part))
         if parts := hit.parts and format_parts(hit.parts):

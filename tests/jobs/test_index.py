@@ -62,7 +62,7 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         (
             "sources=x",
             "unknown field 'sources'; did you mean 'source'? valid fields: index, source, encoder,"
-            " representations, sweep, keep_positions, keep_taps, rerank, unit_items, unit_bytes,",
+            " see, representations, sweep, keep_positions, keep_taps, rerank, unit_items,",
         ),
         (
             "representations=[{compressor: {name: hpool, num_vectors: 0}}]",

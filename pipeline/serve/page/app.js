@@ -21,7 +21,7 @@ import { Evaluations } from "./evaluations.js";
 import { hitCard, title } from "./hits.js";
 import { dataUrl, imageOf, readImage } from "./images.js";
 import { Judge, setUpExport } from "./judge.js";
-import { changes, kendall, lost, merge, overlap } from "./ranks.js";
+import { alternate, changes, kendall, lost, merge, overlap } from "./ranks.js";
 import { sampleGrid, stateLink } from "./start.js";
 import { DEFAULTS, EVALUATION, formatState, hasQuery, parseState, searchBody } from "./state.js";
 import { alternatives, bytes, describeRepresentation, milliseconds } from "./text.js";
@@ -377,16 +377,19 @@ async function findColumns(signal, failed) {
   return signal.aborted ? null : found;
 }
 
-/** Searches one representation, or contents and captions together. */
+/** Searches one representation, or contents together with captions or images. */
 async function find(side, signal) {
   const body = { ...searchBody(state, image, side), explain: "matches" };
-  const both = side === "a" ? combined(state, indexInfo(state, indexes)) : null;
-  if (!both) return search(body, signal);
-  const searchIn = async ({ name }) => {
+  const all = side === "a" ? combined(state, indexInfo(state, indexes)) : null;
+  if (!all) return search(body, signal);
+  const searchIn = async ({ name, field }) => {
     const response = await search({ ...body, representation: name }, signal);
-    response.hits.forEach((hit) => (hit.representation = name));
+    response.hits.forEach((hit) => (hit.found = { name, field }));
     return response;
   };
+  const kind = image ? (state.q.trim() ? "composed" : "image") : "text";
+  const both = state.item ? all : all.filter(({ queries }) => queries.includes(kind));
+  if (!both.length) return search(body, signal); // the server tells which queries are supported
   if (state.item) {
     // The contents and the caption of an item are different queries, and it may lack either.
     return searchIn(both[0]).catch((error) => {
@@ -396,7 +399,8 @@ async function find(side, signal) {
   }
   const responses = await Promise.all(both.map(searchIn));
   const rankings = responses.map(({ hits }) => hits);
-  const hits = merge(rankings, state.group ? "parent_id" : "item_id").slice(0, body.k);
+  const join = both.some(({ field }) => field === "image") ? alternate : merge;
+  const hits = join(rankings, state.group ? "parent_id" : "item_id").slice(0, body.k);
   const slowest = responses.map((response) => response.durations_ms).sort((a, b) => b.total - a.total);
   const warnings = [...new Set(responses.flatMap((response) => response.warnings))];
   return { ...responses[0], hits, warnings, durations_ms: slowest[0] };
@@ -477,7 +481,7 @@ function drawResults() {
         open: () => go({ open: hit.item_id }),
         similar: () => searchByItem(hit),
         change: i && moved ? moved.get(hit.item_id) : null,
-        isCaption: Boolean(hit.representation) && hit.representation !== column.representation.name,
+        badge: { caption: "by its caption", image: "by what it shows" }[hit.found?.field],
       }),
     );
     column.head = h("div.column-head");
@@ -668,7 +672,7 @@ function showItem() {
   viewer.open(
     hit,
     {
-      state: hit.representation ? { ...state, rep: hit.representation } : state,
+      state: hit.found ? { ...state, rep: hit.found.name } : state,
       image,
       sides: columns,
       canSearchItems: column.representation?.queries.includes("item") ?? false,

@@ -11,7 +11,8 @@ const SCORES = {
   fused: "fused (with BM25)",
 };
 /** Plain words for the values of selects. */
-const BOTH = "contents and captions";
+/** Labels of searches that combine representations, by the other field. */
+const COMBINED = { caption: "contents and captions", image: "texts and images" };
 const CANDIDATES = { exact: "all items", single: "best single vectors", bm25: "best by BM25" };
 const EDITED_FILTER =
   "The filter has conditions that these buttons cannot show. Clear it to use them.";
@@ -110,16 +111,17 @@ export function fillControls(state, indexes, facets) {
   const reranking = [["", "no reranking"]];
   reranking.push(...names.map(([name, label]) => [`vectors:${name}`, `MaxSim of ${label}`]));
   if (info?.edje) reranking.push(["edje", "EDJE"]);
-  const hasBoth = combined({ ...DEFAULTS, view: state.view }, info) !== null;
+  const all = combined({ ...DEFAULTS, view: state.view }, info);
   for (const [side, suffix] of [["a", ""], ["b", "2"]]) {
     const isBoth = side === "a" && combined(state, info) !== null;
     const name = isBoth ? "" : state[`rep${suffix}`] || info?.default_representation || "";
-    setOptions($(`rep${suffix}`), hasBoth && side === "a" ? [["", BOTH], ...names] : names, name);
+    const options = all && side === "a" ? [["", combinedLabel(all)], ...names] : names;
+    setOptions($(`rep${suffix}`), options, name);
     setOptions($(`rerank${suffix}`), reranking, state[`rerank${suffix}`]);
     const scores = currentRepresentation(state, info, side)?.scores ?? ["maxsim"];
-    const options = scores.map((score) => [score, scoreLabel(score)]);
-    if (side === "b") options.unshift(["", "as on the left"]);
-    setOptions($(`score${suffix}`), options, state[`score${suffix}`]);
+    const labels = scores.map((score) => [score, scoreLabel(score)]);
+    if (side === "b") labels.unshift(["", "as on the left"]);
+    setOptions($(`score${suffix}`), labels, state[`score${suffix}`]);
   }
   const representation = currentRepresentation(state, info);
   const generators = representation?.candidates ?? [];
@@ -143,7 +145,7 @@ export function fillControls(state, indexes, facets) {
   $("q").placeholder = kinds.has("image")
     ? "Search by text, or drop or paste an image"
     : "Search by text";
-  $("chosen").textContent = chosenOptions(state, hasBoth ? "" : info?.default_representation);
+  $("chosen").textContent = chosenOptions(state, all ? "" : info?.default_representation);
   fillFacets(facets, state.filter);
 }
 
@@ -180,9 +182,9 @@ export function currentRepresentation(
 }
 
 /**
- * Returns the representations of contents and of captions, which a search without a given
+ * Returns the representations of contents and of captions or images, which a search without a given
  * representation combines, or null if it does not. Scores of the same query by the same encoder are
- * comparable, except for those that are normalised over a list of hits.
+ * comparable, except for those that are normalised over a list of hits. Images have another encoder.
  */
 export function combined(state, info) {
   const isChosen = state.rep || state.rerank || state.candidates || state.score === "fused";
@@ -197,7 +199,13 @@ export function combined(state, info) {
       scores.includes(state.score),
   );
   const caption = captions.find((other) => other.compressor === content.compressor) ?? captions[0];
-  return caption ? [content, caption] : null;
+  const image = info.representations.find((other) => other.field === "image");
+  const other = caption ?? (state.score === DEFAULTS.score ? image : null);
+  return other ? [content, other] : null;
+}
+
+function combinedLabel([, { field }]) {
+  return COMBINED[field];
 }
 
 /**
@@ -214,8 +222,8 @@ export function representationLabels(info, facets) {
       const isWhole = compressor === "none";
       const number = `${vectors} ${vectors === 1 ? "vector" : "vectors"}`;
       const size = isWhole ? "all vectors" : vectors === null ? name : number;
-      const label = field === "caption" ? `captions: ${size}` : size;
-      return { name, label, order: [field === "caption", !isWhole, -(vectors ?? 0)] };
+      const label = { caption: `captions: ${size}`, image: "what images show" }[field] ?? size;
+      return { name, label, order: [field === "image", field === "caption", !isWhole, -(vectors ?? 0)] };
     });
   searched.sort((a, b) => {
     const at = a.order.findIndex((value, i) => value !== b.order[i]);
@@ -229,7 +237,8 @@ export function representationLabels(info, facets) {
 
 /** Returns the plain label of a search: that of its representation, or of both combined ones. */
 export function searchLabel(state, info, facets, representation, side = "a") {
-  if (side === "a" && !state.item && combined(state, info)) return BOTH;
+  const all = side === "a" && !state.item ? combined(state, info) : null;
+  if (all) return combinedLabel(all);
   const name = (side === "b" ? state.rep2 : state.rep) || representation;
   return representationLabels(info, facets).get(name) ?? name;
 }
@@ -253,8 +262,10 @@ export function smallestOther(left, representations, facets) {
   return smallest?.name ?? left;
 }
 
-/** Returns the kinds of queries that all searched representations of a state support. */
+/** Returns the kinds of queries that all sides of a state support. */
 export function queryKinds(state, info) {
+  const all = combined(state, info);
+  if (all) return new Set(all.flatMap(({ queries }) => queries));
   const sides = state.view === "compare" ? ["a", "b"] : ["a"];
   const [first, ...others] = sides.map(
     (side) => currentRepresentation(state, info, side)?.queries ?? [],

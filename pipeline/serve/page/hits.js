@@ -20,7 +20,7 @@ const THUMBNAIL_WIDTH = 360;
  * @param {function} view.similar Searches with an item, or a part of it, as the query.
  * @param {object} view.judge Judgments of the current query, see judge.js.
  * @param {{kind: string, by: number, from: number|null}} [view.change] Change of the rank.
- * @param {boolean} [view.isCaption] Whether the caption matches better than the content.
+ * @param {string} [view.badge] By what the hit was found, if not by its content.
  */
 export function hitCard(hit, view) {
   const name = title(hit);
@@ -44,7 +44,7 @@ export function hitCard(hit, view) {
       "p.meta",
       {},
       hit.modality ? h("span.badge", {}, hit.modality) : null,
-      view.isCaption ? h("span.badge", {}, "by its caption") : null,
+      view.badge ? h("span.badge", {}, view.badge) : null,
       place(hit.span) ? h("span", {}, place(hit.span)) : null,
       h("span.id", { title: hit.item_id }, hit.item_id),
     ),

@@ -44,6 +44,21 @@ export function merge(rankings, id = "item_id") {
   return [...best.values()].sort((a, b) => b.score - a.score);
 }
 
+/**
+ * Returns the first hit of each ranking, then the second ones, and so on. Scores of different encoders
+ * are not comparable.
+ */
+export function alternate(rankings, id = "item_id") {
+  const found = new Map();
+  const longest = Math.max(...rankings.map((hits) => hits.length));
+  for (let i = 0; i < longest; i++) {
+    for (const hit of rankings.flatMap((hits) => hits.slice(i, i + 1))) {
+      if (!found.has(hit[id])) found.set(hit[id], hit);
+    }
+  }
+  return [...found.values()];
+}
+
 /** Returns Kendall's tau over the ids that both rankings have, or null for fewer than two. */
 export function kendall(one, other) {
   const rank = new Map(other.map((id, i) => [id, i]));

@@ -221,6 +221,10 @@ def test_merged_rankings(page):
     assert page.module("ranks.js", expression) == merged[:2]
     expression = f"m.merge({js(rankings)}, 'parent_id').map((hit) => hit.item_id)"
     assert page.module("ranks.js", expression) == ["a", "b", "d"]
+    expression = f"m.alternate({js(rankings)}).map((hit) => [hit.item_id, hit.score])"
+    assert page.module("ranks.js", expression) == [["a", 5], ["b", 4.5], ["d", 3], ["c", 1]]
+    expression = f"m.alternate({js([rankings[1], []])}).map((hit) => hit.item_id)"
+    assert page.module("ranks.js", expression) == ["b", "d"]
 
 
 def test_pareto_front(page):

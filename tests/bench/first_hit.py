@@ -278,8 +278,8 @@ def _write_checkpoint(name: str, folder: Path) -> str:
         return str(Path(spec.origin).parent / "model")
     if name == "colpali":
         return str(remake.checkpoint("colpali", folder / "colpali") / "base")
-    # clip-retrieval expects 77 positions, and installs transformers 4, whose files are other ones.
-    model = checkpoints.clip(folder / "clip", positions=77)
+    # clip-retrieval expects CLIP's tokens, and installs transformers 4, whose files are other ones.
+    model = checkpoints.clip(folder / "clip", max_position_embeddings=77, vocab_size=49_408)
     processor = json.loads((model / "processor_config.json").read_text())
     (model / "preprocessor_config.json").write_text(json.dumps(processor["image_processor"]))
     config = json.loads((model / "tokenizer_config.json").read_text())

@@ -250,7 +250,7 @@ def siglip2(folder: Path) -> Path:
     return save(folder, Siglip2Model, settings, Siglip2Processor(images, words))
 
 
-def clip(folder: Path, positions: int = 16) -> Path:
+def clip(folder: Path, **text: int) -> Path:
     """Writes a CLIP whose towers and single vectors have three different widths."""
     from transformers import CLIPConfig, CLIPModel, CLIPProcessor
     from transformers.models.clip import CLIPImageProcessorPil
@@ -261,7 +261,7 @@ def clip(folder: Path, positions: int = 16) -> Path:
         size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
     )
     towers = tower_configs("clip", words, text_width=48)
-    towers["text_config"]["max_position_embeddings"] = positions
+    towers["text_config"] |= text
     settings = CLIPConfig(**towers, projection_dim=24)
     return save(folder, CLIPModel, settings, CLIPProcessor(images, words))
 

@@ -5,6 +5,9 @@ maxray status s3://bucket/cranfield --json
 maxray status s3://bucket/cranfield --watch
 maxray status out/cranfield/index --rejects
 
+`cosine` is the mean cosine of different vectors. From about 0.5, the vectors share a direction, and
+codecs of few bits and candidate generators may lose good items.
+
 The cache is that of this machine: packed vectors of searches of this index, of all indexes, and
 the limit (MAXRAY_CACHE_BYTES) beyond which the longest unused files are removed.
 
@@ -134,11 +137,13 @@ def format_status(summary: dict[str, Any]) -> str:
     lines.append(f"cache        {used:,.1f} MB of {total:,.1f} MB, limit {limit:,.0f} MB")
     for encoder in summary["encoders"]:
         lines.append(f"encoder      {encoder['name']} (fingerprint {encoder['fingerprint']})")
-    header = ["representation", "method", "K", "codec", "vectors", "B/item", "B/item all", "filled"]
+    header = ["representation", "method", "K", "codec", "vectors", "cosine"]
+    header += ["B/item", "B/item all", "filled"]
     cells = Table([header])
     for name, r in summary["representations"].items():
         budget = r["num_vectors"] or (f"{100 * r['ratio']:g}%" if r["ratio"] else "all")
-        settings = (r["method"], str(budget), r["codec"], f"{r['vectors']:.1f}")
+        cosine = "-" if r["cosine"] is None else f"{r['cosine']:.2f}"
+        settings = (r["method"], str(budget), r["codec"], f"{r['vectors']:.1f}", cosine)
         sizes = (f"{r['bytes_vectors']:,.0f}", f"{r['bytes_all']:,.0f}", f"{r['filled']:.1%}")
         cells.append((name, *settings, *sizes))
     lines += ["", cells.text()]

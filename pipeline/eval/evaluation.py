@@ -49,6 +49,7 @@ from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.eval.topics import queries_by_document_category
 from pipeline.index.filters import check_matches, filtering
 from pipeline.index.fitting import load_fit_sample
+from pipeline.index.isotropy import isotropy_remark
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import IndexReader
 from pipeline.registry import BENCHMARKS
@@ -147,6 +148,9 @@ def _load(spec: EvaluateSpec, benchmark: Benchmark) -> _Inputs:
             "rankings (ignore_identical_ids)"
         )
     plan = _plan(spec, judged, searcher, notes)
+    compared = (row.representation for row in reversed(plan) if row.score == "maxsim")
+    first = {searcher.representation(name).encoder.fingerprint: name for name in compared}
+    notes += filter(None, (isotropy_remark(searcher.index, name) for name in first.values()))
     for row in plan:
         if row.rerank is not None:  # fails before any row is scored
             ranker.reranker(row.rerank)

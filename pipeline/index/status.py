@@ -14,6 +14,7 @@ from pipeline.compression import MAX_TOKENS
 from pipeline.index import JOBS
 from pipeline.index.columns import RERANK_TOKENS, codec_name
 from pipeline.index.info import tap_names
+from pipeline.index.isotropy import mean_cosine
 from pipeline.index.positions import element_bytes, stored_bytes
 from pipeline.index.reader import IndexReader, open_folder
 
@@ -42,7 +43,8 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
         "lease": lease and f"{lease.job} on {lease.host}, process {lease.pid}",
         "encoders": [{"name": n, "fingerprint": f} for n, f in sorted(encoders)],
         "representations": {
-            name: representation_stats(index, name) for name in index.representations()
+            name: {**representation_stats(index, name), "cosine": mean_cosine(index, name)}
+            for name in index.representations()
         },
         "candidates": candidates_stats(index),
         "taps": tap_names(index.schema),

@@ -30,6 +30,7 @@ from pipeline.registry import CANDIDATES, GeneratorSpec, short_name
 from pipeline.schema import with_metadata
 from pipeline.search.candidates import BM25
 from pipeline.search.candidates_sample import draw_sample
+from pipeline.search.isotropy import generator_remark
 from pipeline.search.options import representation_info
 from pipeline.search.query import AnyQuery
 
@@ -180,8 +181,12 @@ class Candidates(AddedColumns):
 
     def finish(self, session: Session, progress: Progress, report: Callable[[str], None]) -> None:
         """Reports remarks about the codes, and drops the column that they replace."""
-        for sentence in _remarks(IndexReader(self.index), self.column):
+        index = IndexReader(self.index)
+        for sentence in _remarks(index, self.column):
             report(sentence)
+        info = index.candidates_columns[self.column]
+        if info.representation in index.representations() and not self.former:
+            report(generator_remark(index, info.representation, info.generator_name))
         if self.former:
             session.writer.drop_columns(self.former)
             report(f"dropped {', '.join(self.former)}")

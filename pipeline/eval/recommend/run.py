@@ -27,6 +27,7 @@ from pipeline.index.columns import (
     required_taps,
 )
 from pipeline.index.info import EncoderInfo
+from pipeline.index.isotropy import isotropy_remark
 from pipeline.index.reader import IndexReader
 from pipeline.index.recompress import check_taps, stored_encoder
 from pipeline.registry import BENCHMARKS, CODECS, COMPRESSORS
@@ -77,6 +78,8 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
         encoder_info, field = stored_encoder(index, spec.representation)
     except SpecError as error:
         raise error.at("representation") from None
+    if remark := isotropy_remark(index, spec.representation):
+        report(remark)
     candidates = list_candidates(spec, index, encoder_info, field)
     for name, reason in candidates.left_out.items():
         report(f"{name} is left out: it {reason}")

@@ -1,4 +1,4 @@
-"""What a candidate generator keeps of the exact results, measured on the index itself."""
+"""Measurement, on an index, of the exact results that a candidate generator keeps."""
 
 from __future__ import annotations
 

@@ -20,13 +20,15 @@ DIM = 64
 def vectors_with(cosine: float, num_items: int = 200, seed: int = 0) -> list[np.ndarray]:
     """Returns items (8, DIM) of unit vectors that share a direction, by their mean cosine."""
     rng = np.random.default_rng(seed)
-    own = rng.standard_normal((num_items, 8, DIM)) + 0.5 * rng.standard_normal((num_items, 1, DIM))
-    own /= np.linalg.norm(own, axis=2, keepdims=True)
+    vectors = rng.standard_normal((num_items, 8, DIM)) + 0.5 * rng.standard_normal(
+        (num_items, 1, DIM)
+    )
+    vectors /= np.linalg.norm(vectors, axis=2, keepdims=True)
     shared = np.zeros(DIM)
     shared[0] = 1
-    own -= (own @ shared)[:, :, None] * shared  # orthogonal to the direction
-    own /= np.linalg.norm(own, axis=2, keepdims=True)
-    return list((np.sqrt(cosine) * shared + np.sqrt(1 - cosine) * own).astype(np.float32))
+    vectors -= (vectors @ shared)[:, :, None] * shared  # orthogonal to the direction
+    vectors /= np.linalg.norm(vectors, axis=2, keepdims=True)
+    return list((np.sqrt(cosine) * shared + np.sqrt(1 - cosine) * vectors).astype(np.float32))
 
 
 def write(folder, cosine: float) -> str:

@@ -1,4 +1,4 @@
-"""What a candidate generator keeps of the exact results."""
+"""Share of the exact results that a candidate generator keeps."""
 
 from __future__ import annotations
 

@@ -350,7 +350,7 @@ def finish(context: Context) -> None:
             if row["source"] in collections:
                 by_reason.setdefault(row["reason"], []).append(row["item_id"])
         for reason, ids in sorted(by_reason.items(), key=lambda entry: (-len(entry[1]), entry[0])):
-            report(f"rejected {len(ids):,}: {reason} ({_examples(sorted(ids))})")
+            report(f"rejected {len(ids):,}: {reason} ({examples(sorted(ids))})")
         command = f"maxray status {shlex.quote(spec.index)} --rejects"
         report(f"all rejects with their details: {command}")
     truncated = context.run(tasks.truncated_files, spec) if tasks.has_media(spec) else []
@@ -392,7 +392,7 @@ def find_missing(context: Context, listing: Listing, remove: bool | None) -> Non
     elif stale:
         ids = sorted(item_id for ids in stale.values() for item_id in ids)
         context.report(
-            f"{progress.missing:,} indexed items are no longer listed ({_examples(ids)});"
+            f"{progress.missing:,} indexed items are no longer listed ({examples(ids)});"
             " rerun with --remove-missing to remove them"
         )
 
@@ -418,5 +418,6 @@ def _former_collections(context: Context, collections: Sequence[str]) -> list[st
     return [name for name in former if name not in collections]
 
 
-def _examples(names: Sequence[str]) -> str:
+def examples(names: Sequence[str]) -> str:
+    """Returns the first names of a list, separated by commas."""
     return ", ".join(names[:MAX_EXAMPLES]) + ", ..." * (len(names) > MAX_EXAMPLES)

@@ -273,18 +273,18 @@ def chain(
     dataset: ray.data.Dataset,
     groups: Sequence[tuple[Sequence[Stage], Resources]],
     job: str | None = None,
-    map_all: Callable[..., ray.data.Dataset] | None = None,
+    map_all: Callable[..., ray.data.Dataset] = map_batches,
 ) -> ray.data.Dataset:
     """Applies groups of stages to packed units, each in a separate pool of actors.
 
     Args:
-        map_all: Function in place of `map_batches`.
+        map_all: Maps the batches of a dataset with the actors of a pool.
     """
     for number, (stages, pool) in enumerate(groups, 1):
         arguments = {"stages": list(stages), "num_threads": pool.num_threads, "job": job}
         arguments["is_last"] = number == len(groups)
         options = {"batch_size": 1, "batch_format": "pyarrow", "zero_copy_batch": True}
-        dataset = (map_all or map_batches)(dataset, StageActor, arguments, pool, **options)
+        dataset = map_all(dataset, StageActor, arguments, pool, **options)
     return dataset
 
 

@@ -11,6 +11,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -269,9 +270,10 @@ def stream(
     progress.stream_started = time.time()
     context.report(f"{progress.to_do:,} items to process; loading the encoder")
     start = committed = time.perf_counter()
-    with session.monitor.phase("index", total=progress.to_do, steps=steps):
+    stream = closing(session.executor.written(index, context.resources))
+    with session.monitor.phase("index", total=progress.to_do, steps=steps), stream as parts:
         try:
-            for written in session.executor.written(index, context.resources):
+            for written in parts:
                 if written is not None:
                     progress.first_written = progress.first_written or time.time()
                     pending.add(written)

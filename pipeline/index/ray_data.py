@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,9 @@ class OnRay(Executor):
             ray.cancel(values)
             raise
 
-    def written(self, stream: Stream, profile: IndexResources) -> Iterator[Pending | None]:
+    def written(
+        self, stream: Stream, profile: IndexResources
+    ) -> Generator[Pending | None, None, None]:
         """Streams units through pools of actors."""
         stream.check()
         start_board()
@@ -135,7 +137,7 @@ class OnRay(Executor):
         fragments: Sequence[int],
         pool: Resources,
         profile: Profile,
-    ) -> Iterator[FilledFragment | None]:
+    ) -> Generator[FilledFragment | None, None, None]:
         """Fills the fragments in a pool of actors."""
         configure(profile)
         rows = [{"fragment": number} for number in fragments]

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.config import SpecError, absolute, location, reading, within
-from pipeline.paths import is_uri
+from pipeline.paths import is_uri, locate
 
 ITEMS, REJECTS, ARTEFACTS, JOBS = "items.lance", "rejects.lance", "artefacts", "jobs"
 #: State of a running job in its folder.
@@ -60,10 +60,8 @@ def find_index(uri: str) -> str:
     """
     folder = location(uri, "index").rstrip("/")
     if is_uri(uri):
-        from pipeline.index.reader import access_errors, open_folder  # loads Lance
-
-        with reading("index", uri, "a reachable URI"), access_errors(uri):
-            storage, path = open_folder(folder)
+        with reading("index", uri, "a reachable URI", Exception, problem="cannot be reached"):
+            storage, path = locate(folder)
             is_beside = not storage.exists(f"{path}/{ITEMS}")
             is_beside = is_beside and storage.exists(f"{path}{SUFFIX}/{ITEMS}")
     else:

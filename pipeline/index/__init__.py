@@ -56,7 +56,7 @@ def find_index(uri: str) -> str:
     The folder may have been deleted or moved.
 
     Raises:
-        SpecError: The URI is no path, or its storage cannot be reached.
+        SpecError: The URI is not a path, or its storage cannot be reached.
     """
     folder = location(uri, "index").rstrip("/")
     if is_uri(uri):

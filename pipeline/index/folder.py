@@ -87,10 +87,10 @@ def folder_spec(
         stored = representation_infos(IndexReader(index).dataset.schema).values()
         columns = [dump(stored_representation(info)) for info in stored] or columns
         models = [info.encoder.spec["model"] for info in stored if info.field == "image"]
-        see = see or next(iter(models), None)
+        see = next(iter(models), None) if see is None else see
     source = sources[0] if len(sources) == 1 else sources
     spec = {"index": index, "source": source, "encoder": encoder}
-    if see:
+    if see is not None:
         spec["see"] = {"name": "dual", "model": see, "layer": "single"}
         if all(column.get("field") != "image" for column in columns):
             columns.append(SEEN)

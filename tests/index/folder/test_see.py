@@ -151,6 +151,8 @@ def test_another_encoder_is_refused(made, folder, checkpoint):
         made[0].add_files(str(folder), see=str(checkpoint("siglip")))
     with pytest.raises(SpecError, match=r"^see\.model must be .*no/such"):
         made[0].add_files(str(folder), see="no/such")
+    with pytest.raises(SpecError, match=r"^see\.model must be "):
+        made[0].add_files(str(folder), see="")
 
 
 @pytest.mark.parametrize(

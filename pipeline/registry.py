@@ -271,7 +271,7 @@ SPEECH: Registry[Recogniser[Any]] = Registry(
 CODECS: Registry[Codec[Any]] = Registry(
     "codecs",
     {
-        "binary": "pipeline.compression.codecs.binary:Binary",
+        "bits": "pipeline.compression.codecs.bits:Bits",
         "float16": "pipeline.compression.codecs.floats:Float16",
         "float32": "pipeline.compression.codecs.floats:Float32",
         "int8": "pipeline.compression.codecs.int8:Int8",

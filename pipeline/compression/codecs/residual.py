@@ -107,7 +107,7 @@ class Residual(Codec["Residual.Spec"]):
         residuals = vectors_TD.new_empty(
             len(vectors_TD), packed_width(vectors_TD.shape[1], self.spec.bits), dtype=torch.uint8
         )
-        for rows in _blocks(len(vectors_TD), vectors_TD.shape[1]):
+        for rows in blocks(len(vectors_TD), vectors_TD.shape[1]):
             residual_tD = vectors_TD[rows] - codebook.centroids_CD[index_T[rows]]
             buckets_tD = torch.bucketize(residual_tD, codebook.cutoffs, out_int32=True)
             residuals[rows] = pack(buckets_tD.to(torch.uint8), self.spec.bits)
@@ -167,11 +167,11 @@ def nearest(vectors_TD: torch.Tensor, centroids_CD: torch.Tensor) -> torch.Tenso
     """
     half_squares_C = centroids_CD.square().sum(dim=1) / 2
     index_T = torch.empty(len(vectors_TD), dtype=torch.int64, device=vectors_TD.device)
-    for rows in _blocks(len(vectors_TD), len(centroids_CD)):
+    for rows in blocks(len(vectors_TD), len(centroids_CD)):
         index_T[rows] = (vectors_TD[rows] @ centroids_CD.T).sub_(half_squares_C).argmax(dim=1)
     return index_T
 
 
-def _blocks(num_tokens: int, elements_per_token: int) -> Iterator[slice]:
+def blocks(num_tokens: int, elements_per_token: int) -> Iterator[slice]:
     size = max(1, MAX_BLOCK_ELEMENTS // elements_per_token)
     return (slice(first, first + size) for first in range(0, num_tokens, size))

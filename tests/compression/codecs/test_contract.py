@@ -20,7 +20,8 @@ from pipeline.tokens import TokenBatch, pad
 #: All codecs with their defaults, and further settings.
 SPECS = [
     *({"name": name} for name in CODECS.names()),
-    {"name": "binary", "query": "binary"},
+    {"name": "bits", "bits": 2},
+    {"name": "bits", "bits": 4},
     {"name": "residual", "bits": 2, "num_centroids": 5},
 ]
 DIM = 13  # not divisible by 4

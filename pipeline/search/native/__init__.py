@@ -11,8 +11,10 @@ thread. This module packs the queries and distributes the documents over threads
   token for queries and documents.
 - With AMX, float16 and residual vectors are multiplied as pairs of bfloat16, x = high + low, in
   three products. A float16 value is exactly such a pair. A float32 query value loses 2^-18 of its
-  magnitude, a hundredth of the error of rounding documents to float16. bfloat16 and binary vectors
-  are multiplied by three parts of the query value, whose sum is exactly the float32 value.
+  magnitude, a hundredth of the error of rounding documents to float16. bfloat16 vectors are
+  multiplied by three parts of the query value, whose sum is exactly the float32 value.
+- Vectors of the codec bits are expanded to integers of one byte, 32 rows at a time, and multiplied
+  like int8 vectors. The product of the projections is added to each similarity.
 - Without AMX they are decoded to float32, 32 rows at a time. float32 documents are multiplied in
   float32 on all machines to preserve their precision.
 - Queries of one token, such as the single vector of a hybrid search, are not packed into panels, of
@@ -39,10 +41,11 @@ import numpy as np
 import torch
 
 from pipeline.compression.codecs import Codec
+from pipeline.compression.codecs.bits import Bits
 from pipeline.compression.codecs.centroid_codes import CentroidCodes
 from pipeline.compression.codecs.product_codes import MAX_CENTROIDS, ProductCodes, split
 from pipeline.search.native.documents import (
-    BINARY,
+    BITS,
     CODES,
     DENSE_KINDS,
     FLOAT_KINDS,
@@ -73,7 +76,7 @@ _pointer = ctypes.c_void_p
 
 class _QueriesArgument(ctypes.Structure):
     _fields_ = [
-        *((name, _pointer) for name in ("packed", "scales", "bounds")),
+        *((name, _pointer) for name in ("packed", "scales", "offsets", "bounds")),
         *((name, ctypes.c_int64) for name in ("count", "tokens", "padded", "one_token")),
     ]
 
@@ -243,6 +246,7 @@ class _Queries:
             queries of one token.
         bounds: (Q + 1,) int64, first token of each query.
         one_token: Whether each query has one token, and `packed` contains rows.
+        offsets: Projections of the tokens divided by their scales, for bits, else None.
     """
 
     packed: torch.Tensor
@@ -250,11 +254,13 @@ class _Queries:
     bounds: np.ndarray
     num_tokens: int
     one_token: bool = False
+    offsets: torch.Tensor | None = None
 
     def argument(self) -> _QueriesArgument:
         return _QueriesArgument(
             packed=self.packed.data_ptr(),
             scales=None if self.scales is None else self.scales.data_ptr(),
+            offsets=None if self.offsets is None else self.offsets.data_ptr(),
             bounds=self.bounds.ctypes.data,
             count=len(self.bounds) - 1,
             tokens=self.num_tokens,
@@ -283,6 +289,8 @@ class _Queries:
             return cls.tabulate(codec.centroids(query_MD.device) @ query_MD.T, bounds)
         if isinstance(codec, ProductCodes):
             return cls.tabulate_parts(query_MD, codec, bounds)
+        if isinstance(codec, Bits):
+            return cls.pack_bits(query_MD, codec, level, bounds)
         num_tokens, dim = query_MD.shape
         num_panels, width = -(-num_tokens // 32), -(-dim // 64) * 64
         padded = torch.zeros(num_panels * 32, width)
@@ -292,15 +300,10 @@ class _Queries:
             scales = padded.abs().amax(dim=1).div_(127)
             scales[scales == 0] = 1
             values = (padded / scales[:, None]).round_().to(torch.int8)
-            if level >= LEVELS.index("avx512"):
-                # Groups of four dimensions are interleaved over 16 tokens.
-                panels = values.view(num_panels, 2, 16, width // 4, 4).transpose(2, 3)
-            else:  # pairs of dimensions are interleaved over 32 tokens
-                panels = values.short().view(num_panels, 32, width // 2, 2).transpose(1, 2)
-            return cls(panels.contiguous(), scales, bounds, num_tokens)
+            return cls(_integer_panels(values, level), scales, bounds, num_tokens)
         if level == LEVELS.index("amx"):
             # Decoded rows interleave two registers of 16 values, see `split` in body.h.
-            is_exact = kind in (BINARY, FLOAT_KINDS[torch.bfloat16])
+            is_exact = kind == FLOAT_KINDS[torch.bfloat16]
             if not is_exact:
                 halves = halves.view(num_panels, 2, 16, width // 32, 2, 16).transpose(4, 5)
             parts = []
@@ -311,6 +314,29 @@ class _Queries:
             return cls(pairs.transpose(3, 4).contiguous(), None, bounds, num_tokens)
         panels = padded.view(num_panels, 32, width).transpose(1, 2).contiguous()
         return cls(panels, None, bounds, num_tokens)
+
+    @classmethod
+    def pack_bits(
+        cls, query_MD: torch.Tensor, codec: Bits, level: int, bounds: np.ndarray
+    ) -> _Queries:
+        """Packs the integers of rotated tokens in the order of `expand` in body.h."""
+        num_tokens, dim = query_MD.shape
+        query = codec.split_queries(query_MD)
+        num_padded, width = -(-num_tokens // 32) * 32, -(-dim // 64) * 64
+        per_byte = 8 // codec.spec.bits
+        num_bytes = -(-dim // per_byte)
+        values_MD = torch.nn.functional.pad(query.values_QD, (0, num_bytes * per_byte - dim))
+        planes_MD = values_MD.view(num_tokens, num_bytes, per_byte).transpose(1, 2).flatten(1)
+        values = torch.zeros(num_padded, width, dtype=torch.int8)
+        values[:num_tokens, : num_bytes * per_byte] = planes_MD
+        scales, offsets = torch.zeros(2, num_padded)
+        scales[:num_tokens] = query.scales_Q
+        offsets[:num_tokens] = query.projections_Q / query.scales_Q
+        if level >= LEVELS.index("avx2"):
+            panels = _integer_panels(values, level)
+        else:
+            panels = values.float().view(-1, 32, width).transpose(1, 2).contiguous()
+        return cls(panels, scales, bounds, num_tokens, offsets=offsets)
 
     @classmethod
     def tabulate(
@@ -345,12 +371,22 @@ class _Queries:
         return cls.tabulate(rows_PCM.flatten(0, 1), bounds, largest_M)
 
 
+def _integer_panels(values_MD: torch.Tensor, level: int) -> torch.Tensor:
+    """Returns panels of int8 tokens, whose number is a multiple of 32."""
+    num_tokens, width = values_MD.shape
+    if level >= LEVELS.index("avx512"):
+        # Groups of four dimensions are interleaved over 16 tokens.
+        return values_MD.view(num_tokens // 32, 2, 16, width // 4, 4).transpose(2, 3).contiguous()
+    # Pairs of dimensions are interleaved over 32 tokens.
+    return values_MD.short().view(num_tokens // 32, 32, width // 2, 2).transpose(1, 2).contiguous()
+
+
 def _max_tokens(kind: int, level: int, dim: int) -> int:
     """Returns the maximum number of query tokens per call, unless a single query has more."""
     if kind in (CODES, PRODUCT):
         return 1  # One query per call: the rows of its table are short and fit in the cache best.
     bytes_per_value = 4
-    if kind == INT8 and level >= LEVELS.index("avx2"):
+    if kind in (INT8, BITS) and level >= LEVELS.index("avx2"):
         bytes_per_value = 1 if level >= LEVELS.index("avx512") else 2
     return max(QUERY_BYTES // (bytes_per_value * dim), 1)
 

@@ -57,16 +57,29 @@ static inline void decode_int8(const int8_t* in, int dim, float* out) {
     for (int d = 0; d < dim; ++d) out[d] = in[d];
 }
 
-static inline void decode_bits(const uint8_t* in, int dim, float* out) {
-    int d = 0;
-#if LEVEL >= AVX512
-    for (; d + 16 <= dim; d += 16) {
-        uint16_t bits;
-        memcpy(&bits, in + d / 8, 2);
-        _mm512_storeu_ps(out + d, _mm512_mask_blend_ps(bits, _mm512_set1_ps(-1), _mm512_set1_ps(1)));
+// Expands the codes of a row to the integers 2 code - (2^bits - 1). The order is that of the bit
+// positions: first the lowest code of every byte, then the next one. Queries are packed in the same
+// order, because no byte has to move. Values beyond the last dimension are arbitrary, because the
+// query is zero there.
+template <class Value>
+static inline void expand(const Documents& docs, int64_t row, Value* out) {
+    typedef uint8_t bytes __attribute__((vector_size(16)));
+    typedef int8_t signed_bytes __attribute__((vector_size(16)));
+    typedef Value values __attribute__((vector_size(16 * sizeof(Value))));
+    const int64_t size = docs.row_bytes;
+    const uint8_t* in = (const uint8_t*)docs.values + row * size;
+    const int bits = docs.bits, top = (1 << bits) - 1;
+    for (int shift = 0; shift < 8; shift += bits, out += size) {
+        int64_t i = 0;
+        for (; i + 16 <= size; i += 16) {
+            bytes codes;
+            memcpy(&codes, in + i, 16);
+            codes = (codes >> uint8_t(shift)) & uint8_t(top);
+            const values x = __builtin_convertvector((signed_bytes)(codes + codes - uint8_t(top)), values);
+            memcpy(out + i, &x, sizeof(x));
+        }
+        for (; i < size; ++i) out[i] = Value(2 * ((in[i] >> shift) & top) - top);
     }
-#endif
-    for (; d < dim; ++d) out[d] = (in[d / 8] >> (d % 8)) & 1 ? 1.0f : -1.0f;
 }
 
 // Decodes a residual row with 2 or 4 bits per dimension; returns its scale, the inverse norm or 1.
@@ -150,7 +163,15 @@ struct Block {
     int64_t stride;
     const float* scales;  // scale per row; null if all are 1
     float scale_buffer[32];
+    float projections[32];  // bits: projection per row
 };
+
+// Converts the scales and projections of the rows of a block.
+static inline void load_factors(const Documents& docs, Block& block) {
+    decode_half(docs.half_scales + block.first, block.rows, block.scale_buffer);
+    decode_half(docs.projections + block.first, block.rows, block.projections);
+    block.scales = block.scale_buffer;
+}
 
 #if LEVEL >= AMX
 // Splits the values of two registers into pairs of bfloat16, x = high + low, and interleaves the
@@ -186,27 +207,10 @@ static inline void split_half(const uint16_t* in, int dim, int width, uint16_t* 
     }
 }
 
-// Decodes bits to bfloat16 1 and -1. Values beyond the last dimension are arbitrary, because the
-// query is zero there.
-static inline void signs(const uint8_t* in, int dim, uint16_t* high) {
-    const __m512i minus = _mm512_set1_epi16(short(0xbf80)), plus = _mm512_set1_epi16(0x3f80);
-    int d = 0;
-    for (; d + 32 <= dim; d += 32) {
-        uint32_t bits;
-        memcpy(&bits, in + d / 8, 4);
-        _mm512_store_si512(high + d, _mm512_mask_blend_epi16(bits, minus, plus));
-    }
-    if (d < dim) {
-        uint32_t bits = 0;
-        for (int byte = d / 8; byte < (dim + 7) / 8; ++byte) bits |= uint32_t(in[byte]) << (byte * 8 - d);
-        _mm512_store_si512(high + d, _mm512_mask_blend_epi16(bits, minus, plus));
-    }
-}
-
 // Decodes rows to pairs of bfloat16, with stride `width`.
 static void decode_pairs(const Documents& docs, Block& block, Scratch& s) {
     const int dim = docs.dim, width = s.width;
-    block.scales = docs.kind == BINARY || docs.kind == RESIDUAL ? block.scale_buffer : nullptr;
+    block.scales = docs.kind == RESIDUAL ? block.scale_buffer : nullptr;
     for (int r = 0; r < block.rows; ++r) {
         const int64_t row = block.first + r;
         const uint8_t* in = (const uint8_t*)docs.values + row * docs.row_bytes;
@@ -214,10 +218,6 @@ static void decode_pairs(const Documents& docs, Block& block, Scratch& s) {
         switch (docs.kind) {
             case FLOAT16: split_half((const uint16_t*)in, dim, width, high, low); break;
             case BFLOAT16: memcpy(high, in, 2 * dim); break;
-            case BINARY:
-                signs(in, dim, high);
-                block.scale_buffer[r] = 1 / std::sqrt(float(dim));
-                break;
             default:
                 block.scale_buffer[r] = decode_residual(docs, row, dim, s.floats);  // zero-padded
                 for (int d = 0; d < width; d += 32)
@@ -394,7 +394,8 @@ static inline void multiply_int8(const Scratch& s, int num_rows, const int16_t* 
 // Decodes rows to float32 with stride `width`; values beyond the last dimension and row are zero.
 static void decode(const Documents& docs, Block& block, Scratch& s) {
     const int dim = docs.dim, width = s.width;
-    block.scales = docs.kind == INT8 || docs.kind == BINARY || docs.kind == RESIDUAL ? block.scale_buffer : nullptr;
+    block.scales = docs.kind == INT8 || docs.kind == RESIDUAL ? block.scale_buffer : nullptr;
+    if (docs.kind == BITS) load_factors(docs, block);
     for (int r = 0; r < block.rows; ++r) {
         const int64_t row = block.first + r;
         const uint8_t* in = (const uint8_t*)docs.values + row * docs.row_bytes;
@@ -404,7 +405,7 @@ static void decode(const Documents& docs, Block& block, Scratch& s) {
             case FLOAT16: decode_half((const uint16_t*)in, dim, out); break;
             case BFLOAT16: decode_bfloat((const uint16_t*)in, dim, out); break;
             case INT8: decode_int8((const int8_t*)in, dim, out); block.scale_buffer[r] = docs.scales[row]; break;
-            case BINARY: decode_bits(in, dim, out); block.scale_buffer[r] = 1 / std::sqrt(float(dim)); break;
+            case BITS: expand(docs, row, out); break;
             default: block.scale_buffer[r] = decode_residual(docs, row, dim, out);
         }
     }
@@ -440,10 +441,11 @@ static inline floats larger(floats a, floats b) {
 #endif
 }
 
+// `offsets` are the factors of the projections for the tokens of the panel, or null.
 template <bool INTEGERS, bool ARGMAX>
 static inline void take_maxima(
-    const float* products, const Block& block, const Span& span, bool open, float* best,
-    int32_t* index) {
+    const float* products, const float* offsets, const Block& block, const Span& span, bool open,
+    float* best, int32_t* index) {
     floats maxima[PARTS];
     integers position[PARTS];
     for (int p = 0; p < PARTS; ++p) {
@@ -458,6 +460,7 @@ static inline void take_maxima(
             floats x = INTEGERS ? __builtin_convertvector(*(const integers*)at, floats)
                                 : *(const floats*)at;
             if (INTEGERS || block.scales) x *= scale;
+            if (offsets) x += block.projections[r] * *(const floats*)(offsets + p * LANES);
             if (ARGMAX) position[p] = x > maxima[p] ? row_index : position[p];
             maxima[p] = larger(x, maxima[p]);
         }
@@ -571,6 +574,17 @@ static void prepare(const Documents& docs, Scratch& s, Block& block) {
 #else
     if (docs.kind != INT8) prefetch(docs, block);
 #endif
+#if LEVEL >= AVX2
+    if (docs.kind == BITS) {
+        typedef std::conditional_t<(LEVEL >= AVX512), int8_t, int16_t> Value;
+        for (int r = 0; r < block.rows; ++r)
+            expand(docs, block.first + r, (Value*)s.floats + r * s.width);
+        block.bytes = (const int8_t*)s.floats;
+        block.stride = s.width;
+        load_factors(docs, block);
+        return;
+    }
+#endif
 #if LEVEL >= AVX512
     if (docs.kind == INT8) {
         block.bytes = (const int8_t*)docs.values + block.first * docs.row_bytes;
@@ -614,7 +628,8 @@ static void score_as(
         if (!pending) return;
         for (int i = 0; i < pending->num_spans; ++i) {
             const int64_t at = i * padded + pending_panel * 32;
-            take_maxima<INTEGERS, ARGMAX>(s.products, *pending, pending->spans[i],
+            const float* offsets = queries.offsets ? queries.offsets + pending_panel * 32 : nullptr;
+            take_maxima<INTEGERS, ARGMAX>(s.products, offsets, *pending, pending->spans[i],
                                           i == 0 && pending->open, s.best + at,
                                           s.index + (ARGMAX ? at : 0));
         }
@@ -637,10 +652,10 @@ static void score_as(
             // Tile products run in parallel with the maxima of the previous panel.
             if (INTEGERS)
                 multiply_int8(block, (const int8_t*)queries.packed + offset, s.width / 64,
-                              panel ? nullptr : ahead);
+                              panel || docs.kind != INT8 ? nullptr : ahead);
             else
                 multiply_pairs(s, block.rows, (const uint16_t*)queries.packed + offset,
-                               padded * s.width, docs.kind == BFLOAT16 || docs.kind == BINARY);
+                               padded * s.width, docs.kind == BFLOAT16);
             take_pending();
             store_products(block.rows, s.products);
 #else
@@ -879,7 +894,7 @@ static void score(const Documents& docs, const Queries& queries, const Output& o
 #if LEVEL >= AMX
     start_tiles();
 #endif
-    if (LEVEL >= AVX2 && docs.kind == INT8)
+    if (LEVEL >= AVX2 && (docs.kind == INT8 || docs.kind == BITS))
         score_as<LEVEL >= AVX2, ARGMAX>(docs, queries, output, s);
     else
         score_as<false, ARGMAX>(docs, queries, output, s);

@@ -15,24 +15,25 @@ import numpy as np
 import torch
 
 from pipeline.compression.codecs import Codec
+from pipeline.compression.codecs.bits import Bits
 from pipeline.compression.codecs.residual import Residual
 from pipeline.search.packed import PackedVectors, Segment
 
 #: Numbers of the kinds of vectors in the library.
 FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-INT8, BINARY, RESIDUAL, CODES, PRODUCT = 3, 4, 5, 6, 7
+INT8, BITS, RESIDUAL, CODES, PRODUCT = 3, 4, 5, 6, 7
 #: Kinds for which the library has a function for queries of one token.
 DENSE_KINDS = frozenset([*FLOAT_KINDS.values(), INT8])
 
 _CODEC_KINDS = {
     "int8": INT8,
-    "binary": BINARY,
+    "bits": BITS,
     "residual": RESIDUAL,
     "centroid_codes": CODES,
     "product_codes": PRODUCT,
 }
 #: Part that contains the values of a vector, for kinds with another part than `values`.
-_VALUES = {BINARY: "bits", RESIDUAL: "residuals", CODES: "codes", PRODUCT: "codes"}
+_VALUES = {BITS: "bits", RESIDUAL: "residuals", CODES: "codes", PRODUCT: "codes"}
 
 #: Structure `Documents` of the library.
 _GROUP = np.dtype(
@@ -40,6 +41,7 @@ _GROUP = np.dtype(
         *((name, np.int32) for name in ("kind", "dim")),
         *((name, np.int64) for name in ("row_bytes", "total")),
         *((name, np.intp) for name in ("values", "scales", "codes", "centroids", "weights")),
+        *((name, np.intp) for name in ("half_scales", "projections")),
         *((name, np.int32) for name in ("bits", "normalised")),
         *((name, np.intp) for name in ("starts", "lengths")),
         ("count", np.int64),
@@ -113,6 +115,10 @@ def _describe(group: np.void, segment: Segment, kind: int) -> None:
     group["total"], group["values"] = len(values), values.data_ptr()
     if kind == INT8:
         group["scales"] = parts["scales"].data_ptr()
+    if isinstance(codec, Bits):
+        group["half_scales"] = parts["scales"].data_ptr()
+        group["projections"] = parts["projections"].data_ptr()
+        group["bits"] = codec.spec.bits
     if isinstance(codec, Residual):
         codebook = codec.codebook(values.device)  # the codec owns its memory
         group["codes"] = parts["centroids"].data_ptr()

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <type_traits>
 #include <utility>
 
 #define GENERIC 0
@@ -29,7 +30,7 @@
 #include <unistd.h>
 #endif
 
-enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BINARY, RESIDUAL, CODES, PRODUCT };
+enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BITS, RESIDUAL, CODES, PRODUCT };
 
 // Arguments; they mirror the ctypes structures `_DocumentsArgument`, `_QueriesArgument`, `_Output`.
 struct Documents {
@@ -41,7 +42,9 @@ struct Documents {
     const int32_t* codes;       // residual: centroid per vector
     const float* centroids;     // residual: centroids
     const float* weights;       // residual: value per bucket
-    int32_t bits, normalised;   // residual: bits per dimension; whether to scale to unit length
+    const uint16_t *half_scales, *projections;  // bits: float16 per vector
+    int32_t bits, normalised;   // bits, residual: bits per dimension; residual: whether to scale
+                                // to unit length
     const int64_t *starts, *lengths;  // first vector and number of vectors per document
     int64_t count;              // number of documents
 };
@@ -50,7 +53,8 @@ struct Queries {
                             // codes: int16 similarities (centroids, padded);
                             // product: int16 similarities (sub-vectors, 256, padded);
                             // one token per query: rows of int16 for int8 vectors, else of float32
-    const float* scales;    // int8, codes and product: scale per token
+    const float* scales;    // int8, bits, codes and product: scale per token
+    const float* offsets;   // bits: factor of the projections per token
     const int64_t* bounds;  // first token of each query, then the number of tokens
     int64_t count, tokens, padded;  // number of queries, of tokens, and of tokens with padding
     int64_t one_token;              // whether each query has one token, and rows are not panels

@@ -15,16 +15,16 @@ computes the scores.
   than a panel are processed in several launches whose scores are added. Maxima are summed in
   float64, so the score of a query does not depend on the other queries.
 - Query tokens are divided by a scale, rounded to the data type of the product and accumulated in
-  float32. float16 is used for float16, binary and residual vectors. It changes the similarity of
-  unit vectors of 128 dimensions by 2e-5 (at most 7e-5; residuals, which are rounded too, 3e-5 and
-  9e-5). The error would be eight times larger for bfloat16, which therefore uses pairs, high + low.
-  float32 uses three tf32 products, and int8 uses int8. Binary and residual vectors are decoded
-  right before the product.
+  float32. float16 is used for float16 and residual vectors. It changes the similarity of unit
+  vectors of 128 dimensions by 2e-5 (at most 7e-5; residuals, which are rounded too, 3e-5 and 9e-5).
+  The error would be eight times larger for bfloat16, which therefore uses pairs, high + low.
+  float32 uses three tf32 products, and int8 and bits use int8. Vectors of bits and residuals are
+  decoded right before the product.
 
 late-interaction-kernels 0.4.5 supports ragged documents and residual vectors, but not int8 or
-binary vectors, and starts a program per pair of query and document, so each query reads all
+vectors of bits, and starts a program per pair of query and document, so each query reads all
 documents. flash-maxsim 0.3.0 supports ragged documents for one float16 query at a time and int8
-only with padding, but not residual or binary vectors. Neither returns the best tokens of ragged
+only with padding, but not residuals or vectors of bits. Neither returns the best tokens of ragged
 documents.
 """
 
@@ -41,6 +41,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pipeline.compression.codecs import Codec
+from pipeline.compression.codecs.bits import Bits
 from pipeline.compression.codecs.residual import Residual
 from pipeline.search.packed import PackedVectors, Segment
 
@@ -59,9 +61,9 @@ SCHEDULES = {
     256: ((8, 3), (8, 2), (8, 4)),
 }
 
-_NUMBERS, _INT8, _BINARY, _RESIDUAL = range(4)
+_NUMBERS, _INT8, _BITS, _RESIDUAL = range(4)
 _UNSUPPORTED = -1
-_CODEC_KINDS = {"int8": _INT8, "binary": _BINARY, "residual": _RESIDUAL}
+_CODEC_KINDS = {"int8": _INT8, "bits": _BITS, "residual": _RESIDUAL}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: Whether Triton interprets the kernel on the CPU, which is slow and used only in tests.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -102,7 +104,7 @@ def _decode(
         bucket_Nbp = (packed_Nb.to(tl.int32)[:, :, None] >> shift_p[None, None, :]) & (2**BITS - 1)
         bucket_Nd = tl.reshape(bucket_Nbp, (BLOCK_N, BLOCK_D))
         if KIND == 2:  # values beyond D are arbitrary, because the queries are 0 there
-            doc_Nd = (2 * bucket_Nd - 1).to(tl.float16)
+            doc_Nd = (2 * bucket_Nd - (2**BITS - 1)).to(tl.int8)
         else:
             code_N = tl.load(codes + row_N, mask=valid_N, other=0).to(tl.int64)
             at_Nd = centroids + code_N[:, None] * DIM + dim_d[None, :]
@@ -118,8 +120,10 @@ def _similarities(
     queries,
     half,
     token_M,
+    offset_M,
     values,
     scales,
+    projections,
     codes,
     centroids,
     weights,
@@ -138,7 +142,7 @@ def _similarities(
 ):
     """Multiplies a panel by document tokens, (M, N). The scales of the queries are not applied."""
     WIDTH: tl.constexpr = BLOCK_D * NUM_BLOCKS
-    sim_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if KIND == 1 else tl.float32)
+    sim_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if KIND == 1 or KIND == 2 else tl.float32)
     square_N = tl.zeros((BLOCK_N,), tl.float64)
     for block in range(NUM_BLOCKS):
         first = block * BLOCK_D
@@ -159,7 +163,7 @@ def _similarities(
             at_Md = queries + token_M[:, None] * WIDTH + dim_d[None, :]
             part_Md = tl.load(at_Md)
             low_Md = tl.load(at_Md + half) if PAIR else part_Md
-        if KIND == 1:
+        if KIND == 1 or KIND == 2:
             sim_MN = tl.dot(part_Md, tl.trans(doc_Nd), sim_MN, out_dtype=tl.int32)
         elif part_Md.dtype == tl.float32:
             sim_MN = tl.dot(part_Md, tl.trans(doc_Nd), sim_MN, input_precision="tf32x3")
@@ -168,8 +172,11 @@ def _similarities(
                 sim_MN = tl.dot(low_Md, tl.trans(doc_Nd), sim_MN)
             sim_MN = tl.dot(part_Md, tl.trans(doc_Nd), sim_MN)
     sim_MN = sim_MN.to(tl.float32)
-    if KIND == 1:
-        sim_MN *= tl.load(scales + row_N, mask=valid_N, other=0)[None, :]
+    if KIND == 1 or KIND == 2:
+        sim_MN *= tl.load(scales + row_N, mask=valid_N, other=0).to(tl.float32)[None, :]
+    if KIND == 2:
+        projection_N = tl.load(projections + row_N, mask=valid_N, other=0).to(tl.float32)
+        sim_MN += offset_M[:, None] * projection_N[None, :]
     if NORMALISED:
         sim_MN /= tl.maximum(tl.sqrt(square_N.to(tl.float32)), 1e-12)[None, :]
     return sim_MN
@@ -179,10 +186,12 @@ def _similarities(
 def _kernel(
     queries,
     query_scales,
+    query_offsets,
     quad_queries,
     panel_queries,
     values,
     scales,
+    projections,
     codes,
     centroids,
     weights,
@@ -218,11 +227,13 @@ def _kernel(
     Args:
         queries: (2 if PAIR else 1, panels x M, BLOCK_D x NUM_BLOCKS), 0 beyond D.
         query_scales: (panels x M) float32.
+        query_offsets: (panels x M) float32, factors of the projections, read for bits.
         quad_queries: (panels x M / 4) int32, query of each group of four tokens, as an index in
             the panel.
         panel_queries: (panels, 16) int32, row in `out` per query of a panel, or -1 for none.
         values: (T, ROW) values, residuals or bits of the document tokens.
-        scales: (T, 1) float32, read for int8.
+        scales: (T, 1) float32 for int8, float16 for bits.
+        projections: (T, 1) float16, read for bits.
         codes: (T, 1) int32, centroid per token, read for residuals.
         centroids: (C, D) float16, read for residuals.
         weights: (2^BITS,) float32, value per residual bucket.
@@ -235,7 +246,7 @@ def _kernel(
         half: Offset from the high to the low part of a query token, in elements.
         out_stride: Stride between the rows of `out`, in elements.
         ROW: Width of a row of `values`.
-        BITS: Bits per dimension of binary and residual vectors.
+        BITS: Bits per dimension of vectors of bits and residuals, else 0.
         NORMALISED: Whether decoded residuals are scaled to unit length.
         PAIR: Whether a query token is a pair of bfloat16, high + low.
         SELECTED: Whether `documents` selects some of the documents.
@@ -260,6 +271,7 @@ def _kernel(
     query_MD = tl.load(at_MD)
     low_MD = tl.load(at_MD + half) if PAIR else query_MD
     scale_M = tl.load(query_scales + token_M)
+    offset_M = tl.load(query_offsets + token_M)
     slot_N = tl.arange(0, BLOCK_N) // SLOT
     token_N = tl.arange(0, BLOCK_N) % SLOT
     for doc in range(first_doc, end_doc, SLOTS):
@@ -278,8 +290,8 @@ def _kernel(
             # all similarities would cost more.
             position_N = tl.minimum(first + token_N, length_N - 1)
             sim_MN = _similarities(
-                query_MD, low_MD, queries, half, token_M, values, scales, codes, centroids, weights,
-                start_N + position_N, length_N > 0,
+                query_MD, low_MD, queries, half, token_M, offset_M, values, scales, projections, codes,
+                centroids, weights, start_N + position_N, length_N > 0,
                 DIM, ROW, KIND, BITS, NORMALISED, PAIR, BLOCK_M, BLOCK_N, BLOCK_D, NUM_BLOCKS,
             )  # fmt: skip
             sim_Mst = tl.reshape(sim_MN, (BLOCK_M, SLOTS, SLOT))
@@ -328,6 +340,7 @@ class _Panels:
     Attributes:
         tokens: (1 or 2, panels x M, width), in the data type of the product.
         scales: (panels x M) float32, scale per token.
+        offsets: (panels x M) float32, projection per token divided by the scale, for bits.
         quad_queries: (panels x M / 4) int32, see `_kernel`.
         queries: (panels, 16) int32, see `panel_queries` of `_kernel`.
         size: Number M of tokens per panel.
@@ -336,6 +349,7 @@ class _Panels:
 
     tokens: torch.Tensor
     scales: torch.Tensor
+    offsets: torch.Tensor
     quad_queries: torch.Tensor
     queries: torch.Tensor
     size: int
@@ -343,7 +357,11 @@ class _Panels:
 
     @classmethod
     def pack(
-        cls, query_MD: torch.Tensor, pieces: tuple[np.ndarray, ...], layout: _Layout
+        cls,
+        query_MD: torch.Tensor,
+        pieces: tuple[np.ndarray, ...],
+        layout: _Layout,
+        codec: Codec,
     ) -> _Panels:
         """Packs chunks, given as score row, first token and number of tokens (P,) int64 each."""
         rows_P, firsts_P, counts_P = pieces
@@ -369,10 +387,11 @@ class _Panels:
         )
         rows_MD = torch.zeros(len(per_panel) * size, query_MD.shape[1], device=device)
         rows_MD[target] = query_MD[source]
-        tokens, scales = layout.quantise(rows_MD)
+        tokens, scales, offsets = layout.quantise(rows_MD, codec)
         return cls(
             tokens,
             scales,
+            offsets,
             torch.from_numpy(quads).to(device),
             torch.from_numpy(queries).to(device),
             size,
@@ -404,38 +423,47 @@ class _Layout:
     def choose(cls, segment: Segment, num_tokens: int) -> _Layout:
         kind, values = _kind(segment), _values(segment)
         dtype = values.dtype if kind in (_NUMBERS, _INT8) else torch.float16
-        decoded = kind in (_BINARY, _RESIDUAL)
+        if kind == _BITS:
+            dtype = torch.int8
+        decoded = kind in (_BITS, _RESIDUAL)
         padded = max(triton.next_power_of_2(segment.dim), 32)
         # The queries of a program stay in shared memory if they fit.
         block = padded if padded * dtype.itemsize <= (256 if decoded else 512) else 64
-        small = padded * dtype.itemsize <= 256 and dtype != torch.bfloat16
-        max_panel = 64 if dtype == torch.float32 else 256 if small and kind != _INT8 else 128
+        small = padded * dtype.itemsize <= 256 and dtype not in (torch.bfloat16, torch.int8)
+        max_panel = 64 if dtype == torch.float32 else 256 if small else 128
         panel = min(max(triton.next_power_of_2(num_tokens), 64), max_panel)
         tile = 64 if decoded or panel == 256 or dtype == torch.float32 else 128
         num_blocks = -(-segment.dim // block)
         return cls(kind, segment.dim, dtype, panel, tile, block, num_blocks)
 
-    def quantise(self, rows_MD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Converts query tokens (M, D) float32 to values (1 or 2, M, width) and scales (M,)."""
+    def quantise(
+        self, rows_MD: torch.Tensor, codec: Codec
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Converts query tokens (M, D) float32.
+
+        Returns:
+            Values (1 or 2, M, width), scales (M,) and offsets (M,), which are 0 except for bits.
+        """
         padding = self.block * self.num_blocks - self.dim
+        if isinstance(codec, Bits):
+            query = codec.split_queries(rows_MD)
+            values_MD = torch.nn.functional.pad(query.values_QD, (0, padding)).to(self.dtype)
+            return values_MD.unsqueeze(0), query.scales_Q, query.projections_Q / query.scales_Q
         rows_MD = torch.nn.functional.pad(rows_MD, (0, padding))
         largest_M = rows_MD.abs().amax(dim=1)
+        offset_M = torch.zeros_like(largest_M)
         if self.kind == _INT8:
             scale_M = largest_M / 127
-        elif self.kind == _BINARY:  # exact for queries that consist of signs
-            scale_M = largest_M
         else:  # division by a power of two is exact
             scale_M = torch.ldexp(torch.ones_like(largest_M), largest_M.frexp().exponent)
         scale_M[scale_M == 0] = 1
         rows_MD = rows_MD / scale_M[:, None]
         if self.kind == _INT8:
             rows_MD.round_()
-        if self.kind == _BINARY:
-            scale_M /= self.dim**0.5
         high_MD = rows_MD.to(self.dtype)
         if self.dtype != torch.bfloat16:
-            return high_MD.unsqueeze(0), scale_M
-        return torch.stack([high_MD, (rows_MD - high_MD.float()).bfloat16()]), scale_M
+            return high_MD.unsqueeze(0), scale_M, offset_M
+        return torch.stack([high_MD, (rows_MD - high_MD.float()).bfloat16()]), scale_M, offset_M
 
 
 def _kind(segment: Segment) -> int:
@@ -483,13 +511,15 @@ def score(
         last = first + (len(segment.lengths) if documents is None else len(documents))
         layout = _Layout.choose(segment, aligned)
         if layout not in launches:
-            launches[layout] = _pack(query_MD, counts, layout)
+            launches[layout] = _pack(query_MD, counts, layout, segment.codec)
         for i, panels in enumerate(launches[layout]):
             _launch(panels, layout, segment, documents, out_QB[:, first:last], add=i > 0)
         first = last
 
 
-def _pack(query_MD: torch.Tensor, counts: list[int], layout: _Layout) -> list[_Panels]:
+def _pack(
+    query_MD: torch.Tensor, counts: list[int], layout: _Layout, codec: Codec
+) -> list[_Panels]:
     """Packs queries into panels, one element per launch.
 
     A launch has the next piece, of at most a panel, of each query that has one left.
@@ -499,7 +529,7 @@ def _pack(query_MD: torch.Tensor, counts: list[int], layout: _Layout) -> list[_P
     launches = []
     while len(rows_P):
         current_P = np.minimum(counts_P, layout.panel)
-        launches.append(_Panels.pack(query_MD, (rows_P, firsts_P, current_P), layout))
+        launches.append(_Panels.pack(query_MD, (rows_P, firsts_P, current_P), layout, codec))
         is_longer_P = counts_P > layout.panel
         rows_P = rows_P[is_longer_P]
         firsts_P = firsts_P[is_longer_P] + layout.panel
@@ -529,7 +559,8 @@ def best(
         layout = _Layout.choose(segment, num_tokens)
         firsts_P = np.arange(0, num_tokens, layout.panel)
         counts_P = np.minimum(num_tokens - firsts_P, layout.panel)
-        panels = _Panels.pack(query_MD, (np.zeros_like(firsts_P), firsts_P, counts_P), layout)
+        pieces = np.zeros_like(firsts_P), firsts_P, counts_P
+        panels = _Panels.pack(query_MD, pieces, layout, segment.codec)
         outputs = best_RM[first:last], index_RM[first:last]
         _launch(panels, layout, segment, documents, *outputs)
     return best_RM, index_RM
@@ -551,7 +582,7 @@ def _launch(
     parts, codec, device = segment.parts, segment.codec, out.device
     values, num_panels = _values(segment), len(panels.queries)
     codes = centroids = weights = values  # read only for residuals
-    bits, normalised = int(layout.kind == _BINARY), False
+    bits, normalised = codec.spec.bits if isinstance(codec, Bits) else 0, False
     if isinstance(codec, Residual):
         codebook = codec.codebook(values.device)
         # float16 halves the gathered bytes. Decoded vectors are rounded to float16 anyway.
@@ -587,10 +618,12 @@ def _launch(
         _kernel[(num_groups * num_panels,)](
             panels.tokens,
             panels.scales,
+            panels.offsets,
             panels.quad_queries,
             panels.queries,
             values,
             parts.get("scales", values),
+            parts.get("projections", values),
             codes,
             centroids,
             weights,

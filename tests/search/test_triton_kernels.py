@@ -164,7 +164,7 @@ def test_codecs_equal_the_oracle(spec, dim):
     lengths = LENGTHS if dim < 300 else LENGTHS[:8]  # because the interpreter is slow
     packed = quantise(spec, vectors(sum(lengths), dim), lengths)
     query_tokens = [packed.codec.transform_queries(query) for query in queries(dim)]
-    exact = spec["name"] in ("int8", "bfloat16", "float32")
+    exact = spec["name"] in ("int8", "bits", "bfloat16", "float32")
     check(
         query_tokens, packed, torch.tensor([0, 1, 3, 4, 6]), EXACT if exact else ROUNDED / dim**0.5
     )
@@ -185,7 +185,7 @@ def test_floats_equal_the_oracle(dtype, dim):
 def test_prefixes_equal_the_oracle(spec):
     packed = quantise(spec, vectors(sum(LENGTHS), 64), LENGTHS).prefix(5)
     query_tokens = [packed.codec.transform_queries(query) for query in queries(64)]
-    exact = spec["name"] in ("int8", "bfloat16", "float32")
+    exact = spec["name"] in ("int8", "bits", "bfloat16", "float32")
     check(query_tokens, packed, torch.tensor([0, 1, 3, 4, 6]), EXACT if exact else ROUNDED / 8)
 
 

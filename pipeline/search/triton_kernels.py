@@ -290,8 +290,8 @@ def _kernel(
             # all similarities would cost more.
             position_N = tl.minimum(first + token_N, length_N - 1)
             sim_MN = _similarities(
-                query_MD, low_MD, queries, half, token_M, offset_M, values, scales, projections, codes,
-                centroids, weights, start_N + position_N, length_N > 0,
+                query_MD, low_MD, queries, half, token_M, offset_M, values, scales, projections,
+                codes, centroids, weights, start_N + position_N, length_N > 0,
                 DIM, ROW, KIND, BITS, NORMALISED, PAIR, BLOCK_M, BLOCK_N, BLOCK_D, NUM_BLOCKS,
             )  # fmt: skip
             sim_Mst = tl.reshape(sim_MN, (BLOCK_M, SLOTS, SLOT))

@@ -173,5 +173,6 @@ def nearest(vectors_TD: torch.Tensor, centroids_CD: torch.Tensor) -> torch.Tenso
 
 
 def blocks(num_tokens: int, elements_per_token: int) -> Iterator[slice]:
+    """Yields ranges of tokens whose intermediate tensor has at most `MAX_BLOCK_ELEMENTS`."""
     size = max(1, MAX_BLOCK_ELEMENTS // elements_per_token)
     return (slice(first, first + size) for first in range(0, num_tokens, size))

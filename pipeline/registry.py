@@ -61,14 +61,15 @@ class Registry(Generic[T]):
     Args:
         kind: Kind of the components, which is also the suffix of the entry point group.
         entries: Import path of each component in the form `module:Class`.
+        former: Advice about components that no longer exist, by name.
 
     Instead of a registered name, a spec can give the import path of a component of another package:
     `class: my_module:Method`. Modules are also found in the working directory. In Python, a value
     of a spec can also be the class itself, or an instance of it.
     """
 
-    def __init__(self, kind: str, entries: dict[str, str]):
-        self.kind, self._entries = kind, entries
+    def __init__(self, kind: str, entries: dict[str, str], former: Mapping[str, str] | None = None):
+        self.kind, self._entries, self._former = kind, entries, former or {}
 
     @functools.cached_property
     def _all(self) -> dict[str, str]:
@@ -84,7 +85,7 @@ class Registry(Generic[T]):
         if IMPORT_PATH.fullmatch(name):
             return name
         if name not in self._all:
-            raise SpecError.unknown_name("name", name, self.names())
+            raise SpecError.unknown_name("name", name, self.names(), self._former.get(name))
         return self._all[name]
 
     def load(self, name: str) -> type[T]:
@@ -277,6 +278,7 @@ CODECS: Registry[Codec[Any]] = Registry(
         "int8": "pipeline.compression.codecs.int8:Int8",
         "residual": "pipeline.compression.codecs.residual:Residual",
     },
+    {"binary": "was replaced by bits: add the representation again with that codec"},
 )
 CANDIDATES: Registry[Generator[Any] | Bm25] = Registry(
     "candidates",

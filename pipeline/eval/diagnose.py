@@ -8,7 +8,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from pipeline.compression.codecs import Codec
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import JudgedQueries
 from pipeline.eval.diagnostics import (
@@ -22,7 +21,6 @@ from pipeline.eval.diagnostics import (
     strength_profile,
     used_vectors,
 )
-from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import IndexReader
 from pipeline.registry import CODECS
 from pipeline.search.searcher import Searcher
@@ -35,11 +33,11 @@ CODEC_PREFERENCE = ("float16", "float32", "int8")
 def uncompressed_representation(index: IndexReader, name: str) -> str | None:
     """Returns the uncompressed representation of the same encoder and field, or None.
 
-    The result is also None for representations that transform queries and for codecs that do not
-    preserve scores, such as binary. Their scores cannot be compared with cosine similarities.
+    The result is also None for representations that transform queries, whose scores cannot be
+    compared with cosine similarities.
     """
     info = index.representation(name)
-    if info.encoder.dim != info.dim or not _codec_class(info).keeps_scores:
+    if info.encoder.dim != info.dim:
         return None
     candidates = [
         other_name
@@ -47,7 +45,6 @@ def uncompressed_representation(index: IndexReader, name: str) -> str | None:
         if other.is_uncompressed
         and (other.encoder.fingerprint, other.field) == (info.encoder.fingerprint, info.field)
         and other.codec["name"] in CODECS.names()  # its package may not be installed
-        and _codec_class(other).keeps_scores
     ]
 
     def rank(candidate: str) -> int:
@@ -55,10 +52,6 @@ def uncompressed_representation(index: IndexReader, name: str) -> str | None:
         return CODEC_PREFERENCE.index(codec) if codec in CODEC_PREFERENCE else len(CODEC_PREFERENCE)
 
     return min(candidates, key=rank, default=None)
-
-
-def _codec_class(info: RepresentationInfo) -> type[Codec]:
-    return CODECS.load(info.codec["name"])
 
 
 class Diagnoser:

@@ -155,7 +155,10 @@ def codec_settings(codec: Mapping[str, Any]) -> dict[str, Any]:
     """
     if len(codec) == 1:  # avoids importing the codec
         return {}
-    fields = CODECS.load(codec["name"]).Spec.model_fields
+    try:
+        fields = CODECS.load(codec["name"]).Spec.model_fields
+    except SpecError:  # a former codec, or one whose package is not installed
+        fields = {}
     return {
         key: value
         for key, value in codec.items()
@@ -166,8 +169,8 @@ def codec_settings(codec: Mapping[str, Any]) -> dict[str, Any]:
 def codec_name(codec: Mapping[str, Any]) -> str:
     """Returns the display name of a codec.
 
-    >>> codec_name({"name": "binary", "query": "binary"}), codec_name({"name": "float16"})
-    ('binary query=binary', 'float16')
+    >>> codec_name({"name": "bits", "bits": 1}), codec_name({"name": "float16"})
+    ('bits bits=1', 'float16')
     """
     settings = (f"{key}={value}" for key, value in codec_settings(codec).items())
     return " ".join([short_name(codec["name"]), *settings])
@@ -178,8 +181,8 @@ def codec_id(codec: ComponentSpec) -> list[str]:
 
     >>> codec_id(CODECS.resolve({"name": "residual", "bits": 2, "num_centroids": 64}))
     ['residual', '2', 'num_centroids64']
-    >>> codec_id(CODECS.resolve({"name": "binary", "query": "binary"}))
-    ['binary', 'query_binary']
+    >>> codec_id(CODECS.resolve({"name": "bits", "bits": 2}))
+    ['bits', '2']
     """
     if codec.name == Representation.model_fields["codec"].default:
         return []

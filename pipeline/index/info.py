@@ -12,9 +12,9 @@ import pyarrow as pa
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
-from pipeline.config import WEIGHTS_HASH, SpecError, describe, digest, dump
+from pipeline.config import WEIGHTS_HASH, ComponentSpec, SpecError, describe, digest, dump, within
 from pipeline.index.positions import EXTENTS
-from pipeline.registry import COMPRESSORS, short_name
+from pipeline.registry import CODECS, COMPRESSORS, short_name
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
 from pipeline.taps import Tap
 
@@ -277,6 +277,12 @@ class RepresentationInfo:
     def compressor_fit(self) -> dict[str, Any]:
         """Settings for which the artefact of the compressor was fitted."""
         return {"fingerprint": self.encoder.fingerprint, "compressor": self.compressor}
+
+    @property
+    def codec_spec(self) -> ComponentSpec:
+        """Settings of the codec. Raises `SpecError` if it no longer exists or is not installed."""
+        with within(f"representations.{self.column}.codec"):
+            return CODECS.resolve(self.codec)
 
     @property
     def codec_fit(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from pipeline.index.stage import Unit
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.index.trained import check_compressors
 from pipeline.index.units import UnitLimits, UnitRange
-from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
+from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import ITEM, SURROGATES, Item, item_id_problem, vectors_type
 from pipeline.tokens import TokenBatch
 
@@ -267,7 +267,7 @@ def stored_representation(info: RepresentationInfo) -> Representation:
     return Representation(
         id=info.column,
         compressor=COMPRESSORS.resolve(info.compressor),
-        codec=CODECS.resolve(info.codec),
+        codec=info.codec_spec,
         field=info.field,
         keep_assignment=info.assignment_column is not None,
     )

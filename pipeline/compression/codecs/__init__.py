@@ -41,9 +41,6 @@ class Codec(ABC, Generic[ComponentSpecT]):
     needs_fit: bool = False
     #: Maximum number of vectors that are passed to `fit`.
     num_fit_tokens: int = 0
-    #: Whether similarities approximate those of the uncompressed vectors. If False, they are on
-    #: another scale.
-    keeps_scores: bool = True
 
     def __init__(self, spec: ComponentSpecT, artefact: dict[str, np.ndarray] | None = None):
         self.spec, self.artefact = spec, artefact

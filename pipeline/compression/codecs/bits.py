@@ -112,26 +112,23 @@ class Bits(Codec["Bits.Spec"]):
         """Returns the codes (T, D) uint8 and scales (T, 1) of vectors, whose first value is 0."""
         top = 2**self.spec.bits - 1
         largest_T1 = rest_TD.abs().amax(dim=1, keepdim=True).clamp_min(TINY)
-        best_T1 = codes_TD = scales_T1 = None
+        norms_T1 = rest_TD.square().sum(dim=1, keepdim=True, dtype=torch.float64)
+        codes_TD = torch.zeros_like(rest_TD, dtype=torch.uint8)
+        products_T1, best_T1 = torch.zeros_like(norms_T1), torch.full_like(norms_T1, -1)
         for clipping in CLIPPING if top > 1 else CLIPPING[:1]:
             steps_TD = (rest_TD / largest_T1 * (top * clipping)).clamp_(-top, top)
             grid_TD = torch.floor(steps_TD / 2) * 2 + 1
             # In float64, so that the sums do not depend on other vectors.
             product_T1 = (rest_TD * grid_TD).sum(dim=1, keepdim=True, dtype=torch.float64)
-            others_TD = grid_TD[:, 1:]
-            square_T1 = others_TD.square().sum(dim=1, keepdim=True, dtype=torch.float64)
+            squares_TD = grid_TD[:, 1:].square()
+            square_T1 = squares_TD.sum(dim=1, keepdim=True, dtype=torch.float64)
             gain_T1 = product_T1 / square_T1.clamp_min(1).sqrt()
-            found_TD = ((grid_TD + top) / 2).to(torch.uint8)
-            if best_T1 is None:
-                best_T1, codes_TD, scales_T1 = gain_T1, found_TD, product_T1
-                continue
             is_better_T1 = gain_T1 > best_T1
-            best_T1 = torch.where(is_better_T1, gain_T1, best_T1)
-            codes_TD = torch.where(is_better_T1, found_TD, codes_TD)
-            scales_T1 = torch.where(is_better_T1, product_T1, scales_T1)
-        norms_T1 = rest_TD.double().square().sum(dim=1, keepdim=True)
-        # <r, c> is at least the largest |value| of r, and 0 only if r is 0.
-        scales_T1 = norms_T1 / torch.where(norms_T1 > 0, scales_T1, 1)
+            best_T1 = gain_T1.maximum(best_T1)
+            codes_TD = torch.where(is_better_T1, ((grid_TD + top) / 2).to(torch.uint8), codes_TD)
+            products_T1 = torch.where(is_better_T1, product_T1, products_T1)
+        # <r, c> is at least the largest value of r, and 0 only if r is 0.
+        scales_T1 = norms_T1 / torch.where(norms_T1 > 0, products_T1, 1)
         return codes_TD, scales_T1
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:

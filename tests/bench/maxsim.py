@@ -46,7 +46,7 @@ CODEC_SPECS: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"name": "float32"}, "float32"),
     "float16": ({"name": "float16"}, "bfloat16"),
     "int8": ({"name": "int8"}, "int8"),
-    "binary": ({"name": "binary"}, "bfloat16"),
+    "bits": ({"name": "bits"}, "int8"),
     "residual": ({"name": "residual", "bits": 4}, "bfloat16"),
 }
 

@@ -13,15 +13,13 @@ HPOOL = {"compressor": {"name": "hpool", "num_vectors": 2}}
     "codecs, reference",
     [
         (["int8", "float32", "float16"], "full"),
-        (["binary", "int8", "float32"], "full_float32"),
-        (["binary", "int8"], "full_int8"),
-        (["binary"], None),
+        (["bits", "int8", "float32"], "full_float32"),
+        (["bits", "int8"], "full_int8"),
+        (["bits"], "full_bits_1"),
     ],
 )
 def test_reference_codec(tmp_path, codecs, reference):
     full = [{"compressor": "none", "codec": codec} for codec in codecs]
-    write_index(str(tmp_path), [*full, {**HPOOL, "codec": "binary"}, HPOOL])
+    write_index(str(tmp_path), [*full, HPOOL])
     index = IndexReader(str(tmp_path))
     assert uncompressed_representation(index, "hpool_2") == reference
-    # Scores of binary vectors have another scale.
-    assert uncompressed_representation(index, "hpool_2_binary") is None

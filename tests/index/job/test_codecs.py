@@ -84,20 +84,20 @@ def test_column_names_distinguish_codecs():
             *CODECS.names(),
             {"name": "residual", "bits": 2},
             {"name": "residual", "num_centroids": 16},
-            {"name": "binary", "query": "binary"},
+            {"name": "bits", "bits": 2},
         ],
     }
     given = {"index": "somewhere", "sweep": sweep}
     names = [r.id for r in all_representations(config.parse(recompress.RecompressSpec, given))]
     assert names[:8] == [
-        "full_binary",
+        "full_bits_1",
         "full",
         "full_float32",
         "full_int8",
         "full_residual_4",
         "full_residual_2",
         "full_residual_4_num_centroids16",
-        "full_binary_query_binary",
+        "full_bits_2",
     ]
     assert names[8:] == ["hpool_32" + name.removeprefix("full") for name in names[:8]]
     caption = config.parse(Representation, {**FULL, "codec": "int8", "field": "caption"})
@@ -302,15 +302,15 @@ def test_recompression_from_quantised_vectors(cluster, tmp_path, collection):
         {"compressor": {"name": "hpool", "num_vectors": NUM_TOKENS}},  # keeps all tokens
         {"compressor": {"name": "hpool", "num_vectors": 2}, "codec": "float32"},
         RESIDUAL,
-        {**FULL, "codec": "binary"},
+        {**FULL, "codec": {"name": "bits", "bits": 4}},
     ]
     progress = run_recompress(uri, *others, source="full_int8", fit_items=5)
     assert progress.rows == len(DOCUMENTS)
     source = vectors(uri, "full_int8")
-    pooled, bits = vectors(uri, f"hpool_{NUM_TOKENS}"), vectors(uri, "full_binary")
+    pooled, bits = vectors(uri, f"hpool_{NUM_TOKENS}"), vectors(uri, "full_bits_4")
     for item_id, item in source.items():
         np.testing.assert_allclose(pooled[item_id], item, atol=4e-3)
-        assert np.array_equal(bits[item_id] > 0, item > 0)
+        np.testing.assert_allclose(bits[item_id], item, atol=0.1)
     assert bool(IndexReader(str(uri)).codec("residual").artefact["normalised"])
     export(str(uri), str(tmp_path / "out"), "full_int8", form="npy", report=lambda line: None)
     exported = np.load(tmp_path / "out/documents.npy")

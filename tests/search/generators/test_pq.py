@@ -12,6 +12,7 @@ from pipeline.search.generators.pq import Pq
 from pipeline.search.maxsim import maxsim
 from pipeline.search.packed import PackedVectors, Segment
 from pipeline.tokens import normalise
+from tests.compression.codecs.test_bits import anisotropic, share_found
 
 LENGTHS = [3, 0, 1, 40, 2, 0, 54]
 
@@ -76,9 +77,11 @@ def test_scores_equal_a_loop_over_centroids():
     scores_QB = maxsim(generator.queries(query_tokens), packed)
 
     centroids = generator.artefact["centroids"].astype(np.float64)
-    padded = np.pad(given.double().numpy(), ((0, 0), (0, 4))).reshape(-1, 6, 4)
+    normal_D = generator.artefact["reflection"].astype(np.float64)
+    mirror_DD = np.eye(20) - 2 * np.outer(normal_D, normal_D)
+    padded = np.pad(given.double().numpy() @ mirror_DD, ((0, 0), (0, 4))).reshape(-1, 6, 4)
     distances = ((padded[:, :, None] - centroids) ** 2).sum(axis=3)
-    restored = centroids[np.arange(6), distances.argmin(axis=2)].reshape(-1, 24)[:, :20]
+    restored = centroids[np.arange(6), distances.argmin(axis=2)].reshape(-1, 24)[:, :20] @ mirror_DD
     ends = np.cumsum(LENGTHS)
     for number, query_MD in enumerate(query_tokens):
         for item, (length, end) in enumerate(zip(LENGTHS, ends, strict=True)):
@@ -88,6 +91,29 @@ def test_scores_equal_a_loop_over_centroids():
                 expected = sims.max(axis=1).sum()
             # The kernel rounds each of 6 similarities to 2^-16 of the largest sum.
             assert scores_QB[number, item].item() == pytest.approx(expected, abs=5e-5 * 33)
+
+
+def test_mean_direction_becomes_the_first_axis():
+    given = normalise(vectors(600) + 2 * vectors(1, seed=7))
+    generator = build(given)
+    mean_D = normalise(given.mean(dim=0, keepdim=True))
+    (reflected,) = generator.queries([mean_D])
+    torch.testing.assert_close(reflected, torch.eye(20)[:1], atol=1e-6, rtol=0)
+    (back,) = generator.queries([generator.queries([given])[0]])
+    torch.testing.assert_close(back, given, atol=1e-6, rtol=0)
+    former = {k: v for k, v in generator.artefact.items() if k != "reflection"}
+    assert Pq(spec(), former).queries([given])[0].equal(given)
+    assert not Pq.fit(spec(), sample(torch.zeros(9, 20)))["reflection"].any()
+
+
+@pytest.mark.parametrize("cosine", [0.3, 0.6, 0.95])
+def test_best_items_of_anisotropic_vectors_are_found(cosine):
+    given, lengths = torch.from_numpy(anisotropic(cosine, 1000)), [8] * 1000
+    generator = build(given)
+    parts = generator.codec.quantise(generator.encode(given, torch.tensor(lengths))[0])
+    segment = Segment(generator.codec, generator.dim, parts, torch.tensor(lengths))
+    # 0.2 at a mean cosine of 0.95 without the reflection
+    assert share_found(given, cosine, PackedVectors([segment]), generator.queries) > 0.8
 
 
 def test_more_parts_are_closer_to_exact_scores():

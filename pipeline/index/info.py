@@ -278,9 +278,12 @@ class RepresentationInfo:
         """Settings for which the artefact of the compressor was fitted."""
         return {"fingerprint": self.encoder.fingerprint, "compressor": self.compressor}
 
-    @property
-    def codec_spec(self) -> ComponentSpec:
-        """Settings of the codec. Raises `SpecError` if it no longer exists or is not installed."""
+    def resolve_codec(self) -> ComponentSpec:
+        """Returns the settings of the codec.
+
+        Raises:
+            SpecError: The codec no longer exists, or its package is not installed.
+        """
         with within(f"representations.{self.column}.codec"):
             return CODECS.resolve(self.codec)
 

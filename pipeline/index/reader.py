@@ -279,7 +279,7 @@ class IndexReader:
             state = None
             if info.codec_artefact:
                 state = load_artefact(self.uri, info.codec_artefact, info.codec_fit)
-            self._codecs[info.column] = CODECS.build(info.codec_spec, state)
+            self._codecs[info.column] = CODECS.build(info.resolve_codec(), state)
         return self._codecs[info.column]
 
     def generator(self, name: str) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from pipeline.compression import MAX_TOKENS
+from pipeline.config import SpecError
 from pipeline.index import JOBS
 from pipeline.index.columns import RERANK_TOKENS, codec_name
 from pipeline.index.info import tap_names
@@ -43,7 +44,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
         "lease": lease and f"{lease.job} on {lease.host}, process {lease.pid}",
         "encoders": [{"name": n, "fingerprint": f} for n, f in sorted(encoders)],
         "representations": {
-            name: {**representation_stats(index, name), "cosine": mean_cosine(index, name)}
+            name: {**representation_stats(index, name), "cosine": _cosine(index, name)}
             for name in index.representations()
         },
         "candidates": candidates_stats(index),
@@ -52,6 +53,15 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
         "rejects": dict(reasons.most_common()),
         "jobs": recent_jobs(uri, num_jobs, lease.job if lease else None),
     }
+
+
+def _cosine(index: IndexReader, representation: str) -> float | None:
+    """Returns the mean cosine of the vectors, or None for a former codec."""
+    try:
+        index.representation(representation).resolve_codec()
+    except SpecError:
+        return None
+    return mean_cosine(index, representation)
 
 
 def rejects(uri: str) -> list[dict[str, Any]]:

@@ -267,7 +267,7 @@ def stored_representation(info: RepresentationInfo) -> Representation:
     return Representation(
         id=info.column,
         compressor=COMPRESSORS.resolve(info.compressor),
-        codec=info.codec_spec,
+        codec=info.resolve_codec(),
         field=info.field,
         keep_assignment=info.assignment_column is not None,
     )

@@ -13,9 +13,8 @@ HPOOL = {"compressor": {"name": "hpool", "num_vectors": 2}}
     "codecs, reference",
     [
         (["int8", "float32", "float16"], "full"),
-        (["bits", "int8", "float32"], "full_float32"),
-        (["bits", "int8"], "full_int8"),
-        (["bits"], "full_bits_1"),
+        (["int8", "float32"], "full_float32"),
+        (["int8"], "full_int8"),
     ],
 )
 def test_reference_codec(tmp_path, codecs, reference):

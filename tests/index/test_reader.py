@@ -6,9 +6,12 @@ import lance
 import pyarrow as pa
 import pytest
 
+from jobs import status as status_command
 from pipeline.config import SpecError
 from pipeline.index.reader import ITEMS, IndexReader, access_errors
+from pipeline.index.status import status
 from pipeline.schema import FORMAT_VERSION, column_metadata, with_metadata
+from pipeline.search.searcher import open_index
 
 
 @pytest.fixture
@@ -32,6 +35,28 @@ def test_index_of_another_format(tmp_path, index_uri, version):
     with pytest.raises(SpecError) as caught:
         IndexReader(str(tmp_path))
     assert str(caught.value) == f"{message} which has format {version}"
+
+
+def test_former_codec_is_named(uri):
+    """The other columns of the index are searched as before."""
+    table = open_dataset(uri).to_table()
+    column = table.schema.field("hpool_4")
+    codec = {"name": "binary", "query": "binary"}
+    changed = with_metadata(column, {**column_metadata(column), "codec": codec})
+    schema = table.schema.set(table.schema.get_field_index("hpool_4"), changed)
+    shutil.rmtree(f"{uri}/{ITEMS}")
+    lance.write_dataset(table.cast(schema), f"{uri}/{ITEMS}")
+    with pytest.raises(SpecError) as caught:
+        open_index(uri).load("hpool_4")
+    assert str(caught.value) == (
+        "representations.hpool_4.codec.name must be one of bits, float16, float32, int8, residual,"
+        " got 'binary', which was replaced by bits: add the representation again with that codec"
+    )
+    assert open_index(uri).search(["wings"], "hpool_2", k=1)[0]
+    shown = status(uri)["representations"]
+    assert shown["hpool_4"]["codec"] == "binary query=binary"
+    assert shown["hpool_2"]["codec"] == "float16"
+    status_command.main([uri])
 
 
 def test_content_key_is_stable_if_columns_do_not_change(uri):

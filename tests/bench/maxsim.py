@@ -3,13 +3,15 @@
     python -m tests.bench maxsim
     python -m tests.bench maxsim --only scoring --queries 1 --repeats 5 --out figures.json
     python -m tests.bench maxsim --only stored --documents 1000000
+    python -m tests.bench maxsim --only quality --figure docs/results/figures/codecs.png
     python -m tests.bench maxsim_gpu                              # on a GPU; needs no Ray, no Lance
 
 `scoring` scores random unit vectors in memory; `prefixes` scores the first vectors of documents of
 64 vectors and, for comparison, documents that have only these; `corpus` scores all queries against
 all images; `stored` searches a memory-mapped index of random int8 vectors, starting from an empty
-cache. Except for `prefixes`, the peak rates of the machine are measured before and after. If one
-changes by more than 20 %, the measurement is repeated, and marked as unsteady if it changes again.
+cache; `quality` compares nDCG and recall of codecs. Except for `prefixes` and `quality`, the peak
+rates of the machine are measured before and after. If one changes by more than 20 %, the
+measurement is repeated, and marked as unsteady if it changes again.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--folder", type=Path, help="folder for `stored` (default: a temporary one)"
     )
+    parser.add_argument("--figure", type=Path, help="PNG file for the plot of `quality`")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
@@ -408,4 +411,17 @@ def stored(bench: Bench, args: Any) -> None:
     bench.add("stored", title, figures, table(header, rows))
 
 
-FIGURES = {"scoring": scoring, "prefixes": prefixes, "corpus": corpus, "stored": stored}
+def quality(bench: Bench, args: Any) -> None:
+    """Compares the quality of codecs on the shipped collections."""
+    from tests.bench import maxsim_quality  # needs Lance and the encoder
+
+    maxsim_quality.quality(bench, args)
+
+
+FIGURES = {
+    "scoring": scoring,
+    "prefixes": prefixes,
+    "corpus": corpus,
+    "stored": stored,
+    "quality": quality,
+}

@@ -40,7 +40,7 @@ SOURCES = {
     "pages": {"name": "pages", "path": "jobs/data/pages/pdf"},
 }
 JUDGMENTS = {"abstracts": "jobs/data/cranfield", "pages": "jobs/data/pages"}
-#: Mean cosines. None are the vectors of MiniLM.
+#: Mean cosines. None stands for the vectors of MiniLM.
 COSINES = (None, 0.3, 0.6, 0.95)
 #: Numbers of candidates among which the best 10 are sought.
 DEPTHS = (20, 100, 400)
@@ -77,7 +77,7 @@ class Collection(NamedTuple):
 
     @property
     def cosine(self) -> float:
-        """Mean cosine of the vectors, all of which have unit length."""
+        """Mean cosine of the unit vectors."""
         return float(self.vectors_TD.double().mean(dim=0).square().sum())
 
 

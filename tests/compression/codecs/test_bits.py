@@ -24,7 +24,7 @@ def fitted(bits: int, sample_TD: np.ndarray, seed: int = 0) -> Bits:
 
 
 def anisotropic(cosine: float, num_items: int = 200, seed: int = 0) -> np.ndarray:
-    """Returns vectors that share a direction, which is no axis."""
+    """Returns vectors that share a direction other than an axis."""
     rotation_DD, _ = np.linalg.qr(np.random.default_rng(9).standard_normal((DIM, DIM)))
     items = np.concatenate(vectors_with(cosine, num_items, seed))
     return (items @ rotation_DD).astype(np.float32)

@@ -40,7 +40,7 @@ SOURCES = {
     "pages": {"name": "pages", "path": "jobs/data/pages/pdf"},
 }
 JUDGMENTS = {"abstracts": "jobs/data/cranfield", "pages": "jobs/data/pages"}
-#: Mean cosines. None stands for the vectors of MiniLM.
+#: Mean cosines. None leaves the vectors of MiniLM unchanged.
 COSINES = (None, 0.3, 0.6, 0.95)
 #: Numbers of candidates among which the best 10 are sought.
 DEPTHS = (20, 100, 400)

@@ -125,11 +125,7 @@ def _doc_gradients(
         at_RD = row_R[:, None] * WIDTH + dim_D[None, :]
         query_RD = tl.load(queries_TD + at_RD, mask=is_row_R[:, None] & is_dim_1D, other=0.0)
         chosen_SR = tl.where(winner_R[None, :] == token_S[:, None], grad_R[None, :], 0.0)
-        rounded_SR = chosen_SR.to(query_RD.dtype)
-        sum_SD = tl.dot(rounded_SR, query_RD, sum_SD, input_precision=PRECISION)
-        if query_RD.dtype != tl.float32:  # two terms represent a gradient almost exactly
-            rest_SR = (chosen_SR - rounded_SR.to(tl.float32)).to(query_RD.dtype)
-            sum_SD = tl.dot(rest_SR, query_RD, sum_SD)
+        sum_SD = tl.dot(chosen_SR.to(query_RD.dtype), query_RD, sum_SD, input_precision=PRECISION)
     out_SD = out_BND + (doc * num_tokens + token_S)[:, None] * WIDTH + dim_D[None, :]
     is_out_SD = (token_S < num_tokens)[:, None] & is_dim_1D
     tl.store(out_SD, sum_SD.to(out_BND.dtype.element_ty), mask=is_out_SD)

@@ -63,7 +63,7 @@ def test_segments_elsewhere_are_not_joined():
 def test_fragments_of_an_index_are_one_segment_and_shared_by_its_versions(tmp_path, monkeypatch):
     monkeypatch.setenv("MAXRAY_CACHE", str(tmp_path / "cache"))
     uri = str(tmp_path / "index")
-    write_index(uri, 2 * FRAGMENT_ITEMS + 10, 2, 16)
+    write_index(uri, 2 * FRAGMENT_ITEMS + 10, 8, 64)
     first = open_index(uri, device="cuda")
     (segment,) = first.scorer.packed(COLUMN).segments
     lance.dataset(f"{uri}/items.lance").delete("item_id = '000000003'")
@@ -72,7 +72,7 @@ def test_fragments_of_an_index_are_one_segment_and_shared_by_its_versions(tmp_pa
     (other,) = second.scorer.packed(COLUMN).segments
     assert other.parts["values"].data_ptr() == segment.parts["values"].data_ptr()
     assert torch.cuda.memory_allocated() - before < segment.parts["values"].nbytes / 2
-    query = normalise(torch.randn(4, 16)).numpy()
+    query = normalise(torch.randn(4, 64)).numpy()
     for index in (first, second):
         expected = open_index(uri, index.index.version).rank([query], COLUMN, k=20)[0]
         found = index.rank([query], COLUMN, k=20)[0]

@@ -191,6 +191,7 @@ class Best(torch.autograd.Function):
             ROWS=GATHERED_ROWS,
             D=tiles["D"],
         )
+        tiles["STEP"] = tiles["ROWS"]  # each program reads all queries
         _doc_gradients[triton.cdiv(num_tokens, tiles["STEP"]), num_docs](
             grad_BT, winner_BT, queries_TD, grad_docs, num_rows, num_tokens, **tiles
         )

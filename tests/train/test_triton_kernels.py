@@ -90,10 +90,9 @@ def test_scores_and_gradients_equal_those_in_float64(shape, dtype):
     torch.testing.assert_close(scores.cpu().double(), best.sum(dim=1), atol=2e-4, rtol=2e-5)
     for found, expected in zip(leaves, exact, strict=True):
         assert found.grad.dtype == dtype
-        rounding = 2**-8 if dtype == torch.bfloat16 else 2e-5
-        torch.testing.assert_close(
-            found.grad.cpu().double(), expected.grad, atol=rounding, rtol=rounding
-        )
+        # Each of up to 35 terms of a sum is rounded to bfloat16.
+        atol, rtol = (0.06, 2**-8) if dtype == torch.bfloat16 else (2e-5, 2e-5)
+        torch.testing.assert_close(found.grad.cpu().double(), expected.grad, atol=atol, rtol=rtol)
 
 
 @kernel_test

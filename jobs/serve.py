@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -32,7 +31,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if settings.single_process is None and not os.environ.get("RAY_ADDRESS"):
         settings = settings.model_copy(update={"single_process": not settings.scaled})
     _check_address(args.host, args.port, settings)
+    _check_indexes(settings)
     start = time.monotonic()
-    check = _start_check(settings)
     signal.signal(signal.SIGTERM, _stop)
     set_ray_serve_env()
     jobs.say("starting Ray")
     with jobs.cluster():
-        check()
         serve(settings, args.host, args.port, start)
 
 
@@ -166,73 +164,40 @@ def _check_address(host: str, port: int, settings: ServeSpec) -> None:
         raise SpecError("port", f"{host}:{port}", rule, f"cannot be used ({error})") from None
 
 
-def _start_check(settings: ServeSpec) -> Callable[[], None]:
-    """Runs `_check_indexes` in a process of its own. Returns a function that raises its error.
-
-    The check loads PyTorch, which this process does not need. It runs while Ray starts.
-    """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-
-    def run() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process reports it
-        try:
-            _check_indexes(settings)
-            sender.send(None)
-        except Exception as error:
-            sender.send(error)
-
-    process = context.Process(target=run, daemon=True)
-    process.start()
-    sender.close()
-
-    def finish() -> None:
-        try:
-            error = receiver.recv()
-        except EOFError:
-            raise JobError(
-                "the check of the indexes died, perhaps because memory ran out"
-            ) from None
-        process.join()
-        if error is not None:
-            raise error
-
-    return finish
-
-
 def _check_indexes(settings: ServeSpec) -> None:
+    from pipeline.index.reader import IndexReader
     from pipeline.search.candidates import EXACT, generator_columns, slow_search_hint
-    from pipeline.search.searcher import open_index
+    from pipeline.search.options import representation_info
     from pipeline.serve.keys import Keys
 
-    for index, served in settings.indexes.items():
-        searcher = open_index(served.uri)
-        for _ in searcher.index.batches(["item_id"]):  # raises if a data file is missing
+    for name, served in settings.indexes.items():
+        index = IndexReader(served.uri)
+        for _ in index.batches(["item_id"]):  # raises if a data file is missing
             pass
-        for name in served.preload:
-            searcher.representation(name)
-        if searcher.index.representations() and not served.candidates:
-            info = searcher.representation()
-            if hint := slow_search_hint(searcher.index, info, served.device):
-                jobs.say(f"{index}: {hint}")
+        for representation in served.preload:
+            representation_info(index, representation)
+        if index.representations() and not served.candidates:
+            info = representation_info(index)
+            if hint := slow_search_hint(index, info, served.device):
+                jobs.say(f"{name}: {hint}")
         for number, example in enumerate(served.examples):
-            with within(f"indexes.{index}.examples[{number}]"):
-                searcher.representation(example.representation)
-        for name, candidates in served.candidates.items():
-            with within(f"indexes.{index}.candidates.{name}"):
-                info = searcher.representation(name)
+            with within(f"indexes.{name}.examples[{number}]"):
+                representation_info(index, example.representation)
+        for representation, candidates in served.candidates.items():
+            with within(f"indexes.{name}.candidates.{representation}"):
+                info = representation_info(index, representation)
                 if candidates.generator == EXACT:
                     continue
                 try:
-                    generator_columns(searcher.index, info, candidates.generator)
+                    generator_columns(index, info, candidates.generator)
                 except SpecError as error:
                     raise error.at("generator") from None
         if served.edje is not None:
             from pipeline.encoders.edje.model import read_metadata
             from pipeline.search.rerank import check_stored
 
-            field = f"indexes.{index}.edje"
-            check_stored(read_metadata(served.edje, field), served.edje, searcher.index, field)
+            field = f"indexes.{name}.edje"
+            check_stored(read_metadata(served.edje, field), served.edje, index, field)
     if settings.keys:
         Keys(settings.keys)
 

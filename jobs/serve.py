@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # imported on use, so --help is fast
 
 APPLICATION = "maxray"
 #: Interval at which the deployments are checked while the server starts, in seconds.
-STATUS_SECONDS = 0.5
+STATUS_SECONDS = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -217,6 +217,7 @@ def set_ray_serve_env() -> None:
 def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
     """Runs the application on Ray until this process stops; `start` is on the monotonic clock."""
     from ray import serve as ray_serve
+    from ray.serve._private import api, client
 
     from pipeline.serve.app import build
 
@@ -225,7 +226,12 @@ def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
     # The log of the replicas is always JSON.
     logging_config = {"encoding": "JSON"} if logs.is_json() else None
     jobs.say(f"starting the HTTP proxy ({time.monotonic() - start:.0f} s)")
-    ray_serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
+    options = {"host": host, "port": port}
+    if os.environ.get("RAY_ADDRESS"):  # where Ray Serve may already run
+        ray_serve.start(http_options=options, logging_config=logging_config)
+    else:  # `start` would wait for the proxy, so that the application starts after it
+        api._create_controller_and_proxy_refs(options, None, logging_config, None, None)
+    client.CLIENT_POLLING_INTERVAL_S = STATUS_SECONDS  # by default a second
     try:
         names = ", ".join(settings.indexes)
         jobs.say(f"loading {names} ({time.monotonic() - start:.0f} s)")

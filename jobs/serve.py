@@ -218,6 +218,7 @@ def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
     """Runs the application on Ray until this process stops; `start` is on the monotonic clock."""
     from ray import serve as ray_serve
     from ray.serve._private import api, client
+    from ray.serve.config import ControllerOptions
 
     from pipeline.serve.app import build
 
@@ -230,7 +231,8 @@ def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
     if os.environ.get("RAY_ADDRESS"):  # where Ray Serve may already run
         ray_serve.start(http_options=options, logging_config=logging_config)
     else:  # `start` would wait for the proxy, so that the application starts after it
-        api._create_controller_and_proxy_refs(options, None, logging_config, None, None)
+        defaults = ControllerOptions()
+        api._create_controller_and_proxy_refs(options, None, logging_config, None, defaults)
     client.CLIENT_POLLING_INTERVAL_S = STATUS_SECONDS  # by default a second
     try:
         names = ", ".join(settings.indexes)

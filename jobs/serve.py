@@ -31,7 +31,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -217,7 +217,7 @@ def set_ray_serve_env() -> None:
 def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
     """Runs the application on Ray until this process stops; `start` is on the monotonic clock."""
     from ray import serve as ray_serve
-    from ray.serve._private import api, client
+    from ray.serve._private import api
     from ray.serve.config import ControllerOptions
 
     from pipeline.serve.app import build
@@ -233,16 +233,12 @@ def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
     else:  # `start` would wait for the proxy, so that the application starts after it
         defaults = ControllerOptions()
         api._create_controller_and_proxy_refs(options, None, logging_config, None, defaults)
-    client.CLIENT_POLLING_INTERVAL_S = STATUS_SECONDS  # by default a second
     try:
         names = ", ".join(settings.indexes)
         jobs.say(f"loading {names} ({time.monotonic() - start:.0f} s)")
-        with _starts_reported(start):
-            try:
-                ray_serve.run(build(settings), name=APPLICATION, route_prefix="/")
-            except RuntimeError:  # names only the deployments
-                deployments = ray_serve.status().applications[APPLICATION].deployments
-                raise _start_error([d.message for d in deployments.values()]) from None
+        target = ray_serve.RunTarget(build(settings), name=APPLICATION, route_prefix="/")
+        ray_serve.run_many([target], wait_for_applications_running=False)
+        _wait_until_running(start)
         jobs.say(f"serving {names}; search page: {address}/; API documentation: {address}/docs")
         threading.Event().wait()
     finally:
@@ -262,31 +258,26 @@ def _start_error(messages: Sequence[str]) -> JobError:
     return JobError(f"the server did not start: {causes[0] if causes else 'see the log of Ray'}")
 
 
-@contextlib.contextmanager
-def _starts_reported(start: float) -> Iterator[None]:
-    """Prints a line when a deployment has started, in a background thread."""
+def _wait_until_running(start: float) -> None:
+    """Waits until the application runs and prints a line when a deployment has started."""
     from ray import serve as ray_serve
+    from ray.serve.context import _get_global_client
 
-    is_done = threading.Event()
-
-    def report() -> None:
-        ready: set[str] = set()
-        while not is_done.wait(STATUS_SECONDS):
-            with contextlib.suppress(Exception):  # the lines are only informative
-                application = ray_serve.status().applications.get(APPLICATION)
-                deployments = application.deployments if application else {}
-                for name, status in deployments.items():
-                    if status.status == "HEALTHY" and name not in ready and not is_done.is_set():
-                        ready.add(name)
-                        jobs.say(f"started {name} ({time.monotonic() - start:.0f} s)")
-
-    thread = threading.Thread(target=report, name="starts", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        thread.join()
+    ready: set[str] = set()
+    status = None
+    while status != "RUNNING":
+        time.sleep(STATUS_SECONDS)
+        application = ray_serve.status().applications[APPLICATION]
+        deployments, status = application.deployments, application.status
+        for name, deployment in deployments.items():
+            if deployment.status == "HEALTHY" and name not in ready:
+                ready.add(name)
+                jobs.say(f"started {name} ({time.monotonic() - start:.0f} s)")
+        if status == "DEPLOY_FAILED":
+            raise _start_error([deployment.message for deployment in deployments.values()])
+    client = _get_global_client()
+    assert client is not None
+    client.wait_for_proxies_serving()
 
 
 async def _shut_down(drain_s: float) -> None:

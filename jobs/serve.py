@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -32,7 +31,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,7 @@ if TYPE_CHECKING:  # imported on use, so --help is fast
 
 APPLICATION = "maxray"
 #: Interval at which the deployments are checked while the server starts, in seconds.
-STATUS_SECONDS = 0.5
+STATUS_SECONDS = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,13 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if settings.single_process is None and not os.environ.get("RAY_ADDRESS"):
         settings = settings.model_copy(update={"single_process": not settings.scaled})
     _check_address(args.host, args.port, settings)
+    _check_indexes(settings)
     start = time.monotonic()
-    check = _start_check(settings)
     signal.signal(signal.SIGTERM, _stop)
     set_ray_serve_env()
     jobs.say("starting Ray")
     with jobs.cluster():
-        check()
         serve(settings, args.host, args.port, start)
 
 
@@ -166,73 +164,40 @@ def _check_address(host: str, port: int, settings: ServeSpec) -> None:
         raise SpecError("port", f"{host}:{port}", rule, f"cannot be used ({error})") from None
 
 
-def _start_check(settings: ServeSpec) -> Callable[[], None]:
-    """Runs `_check_indexes` in a process of its own. Returns a function that raises its error.
-
-    The check loads PyTorch, which this process does not need. It runs while Ray starts.
-    """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-
-    def run() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process reports it
-        try:
-            _check_indexes(settings)
-            sender.send(None)
-        except Exception as error:
-            sender.send(error)
-
-    process = context.Process(target=run, daemon=True)
-    process.start()
-    sender.close()
-
-    def finish() -> None:
-        try:
-            error = receiver.recv()
-        except EOFError:
-            raise JobError(
-                "the check of the indexes died, perhaps because memory ran out"
-            ) from None
-        process.join()
-        if error is not None:
-            raise error
-
-    return finish
-
-
 def _check_indexes(settings: ServeSpec) -> None:
+    from pipeline.index.reader import IndexReader
     from pipeline.search.candidates import EXACT, generator_columns, slow_search_hint
-    from pipeline.search.searcher import open_index
+    from pipeline.search.options import representation_info
     from pipeline.serve.keys import Keys
 
-    for index, served in settings.indexes.items():
-        searcher = open_index(served.uri)
-        for _ in searcher.index.batches(["item_id"]):  # raises if a data file is missing
+    for name, served in settings.indexes.items():
+        index = IndexReader(served.uri)
+        for _ in index.batches(["item_id"]):  # raises if a data file is missing
             pass
-        for name in served.preload:
-            searcher.representation(name)
-        if searcher.index.representations() and not served.candidates:
-            info = searcher.representation()
-            if hint := slow_search_hint(searcher.index, info, served.device):
-                jobs.say(f"{index}: {hint}")
+        for representation in served.preload:
+            representation_info(index, representation)
+        if index.representations() and not served.candidates:
+            info = representation_info(index)
+            if hint := slow_search_hint(index, info, served.device):
+                jobs.say(f"{name}: {hint}")
         for number, example in enumerate(served.examples):
-            with within(f"indexes.{index}.examples[{number}]"):
-                searcher.representation(example.representation)
-        for name, candidates in served.candidates.items():
-            with within(f"indexes.{index}.candidates.{name}"):
-                info = searcher.representation(name)
+            with within(f"indexes.{name}.examples[{number}]"):
+                representation_info(index, example.representation)
+        for representation, candidates in served.candidates.items():
+            with within(f"indexes.{name}.candidates.{representation}"):
+                info = representation_info(index, representation)
                 if candidates.generator == EXACT:
                     continue
                 try:
-                    generator_columns(searcher.index, info, candidates.generator)
+                    generator_columns(index, info, candidates.generator)
                 except SpecError as error:
                     raise error.at("generator") from None
         if served.edje is not None:
             from pipeline.encoders.edje.model import read_metadata
             from pipeline.search.rerank import check_stored
 
-            field = f"indexes.{index}.edje"
-            check_stored(read_metadata(served.edje, field), served.edje, searcher.index, field)
+            field = f"indexes.{name}.edje"
+            check_stored(read_metadata(served.edje, field), served.edje, index, field)
     if settings.keys:
         Keys(settings.keys)
 
@@ -252,6 +217,8 @@ def set_ray_serve_env() -> None:
 def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
     """Runs the application on Ray until this process stops; `start` is on the monotonic clock."""
     from ray import serve as ray_serve
+    from ray.serve._private import api
+    from ray.serve.config import ControllerOptions
 
     from pipeline.serve.app import build
 
@@ -260,16 +227,18 @@ def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
     # The log of the replicas is always JSON.
     logging_config = {"encoding": "JSON"} if logs.is_json() else None
     jobs.say(f"starting the HTTP proxy ({time.monotonic() - start:.0f} s)")
-    ray_serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
+    options = {"host": host, "port": port}
+    if os.environ.get("RAY_ADDRESS"):  # where Ray Serve may already run
+        ray_serve.start(http_options=options, logging_config=logging_config)
+    else:  # `start` would wait for the proxy, so that the application starts after it
+        defaults = ControllerOptions()
+        api._create_controller_and_proxy_refs(options, None, logging_config, None, defaults)
     try:
         names = ", ".join(settings.indexes)
         jobs.say(f"loading {names} ({time.monotonic() - start:.0f} s)")
-        with _starts_reported(start):
-            try:
-                ray_serve.run(build(settings), name=APPLICATION, route_prefix="/")
-            except RuntimeError:  # names only the deployments
-                deployments = ray_serve.status().applications[APPLICATION].deployments
-                raise _start_error([d.message for d in deployments.values()]) from None
+        target = ray_serve.RunTarget(build(settings), name=APPLICATION, route_prefix="/")
+        ray_serve.run_many([target], wait_for_applications_running=False)
+        _wait_until_running(start)
         jobs.say(f"serving {names}; search page: {address}/; API documentation: {address}/docs")
         threading.Event().wait()
     finally:
@@ -289,31 +258,26 @@ def _start_error(messages: Sequence[str]) -> JobError:
     return JobError(f"the server did not start: {causes[0] if causes else 'see the log of Ray'}")
 
 
-@contextlib.contextmanager
-def _starts_reported(start: float) -> Iterator[None]:
-    """Prints a line when a deployment has started, in a background thread."""
+def _wait_until_running(start: float) -> None:
+    """Waits until the application runs and prints a line when a deployment has started."""
     from ray import serve as ray_serve
+    from ray.serve.context import _get_global_client
 
-    is_done = threading.Event()
-
-    def report() -> None:
-        ready: set[str] = set()
-        while not is_done.wait(STATUS_SECONDS):
-            with contextlib.suppress(Exception):  # the lines are only informative
-                application = ray_serve.status().applications.get(APPLICATION)
-                deployments = application.deployments if application else {}
-                for name, status in deployments.items():
-                    if status.status == "HEALTHY" and name not in ready and not is_done.is_set():
-                        ready.add(name)
-                        jobs.say(f"started {name} ({time.monotonic() - start:.0f} s)")
-
-    thread = threading.Thread(target=report, name="starts", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        thread.join()
+    ready: set[str] = set()
+    status = None
+    while status != "RUNNING":
+        time.sleep(STATUS_SECONDS)
+        application = ray_serve.status().applications[APPLICATION]
+        deployments, status = application.deployments, application.status
+        for name, deployment in deployments.items():
+            if deployment.status == "HEALTHY" and name not in ready:
+                ready.add(name)
+                jobs.say(f"started {name} ({time.monotonic() - start:.0f} s)")
+        if status == "DEPLOY_FAILED":
+            raise _start_error([deployment.message for deployment in deployments.values()])
+    client = _get_global_client()
+    assert client is not None
+    client.wait_for_proxies_serving()
 
 
 async def _shut_down(drain_s: float) -> None:

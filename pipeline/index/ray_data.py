@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pipeline.index.spec import IndexResources
 
 log = logging.getLogger("maxray.stage")
+logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are also raised
 
 #: Values of a generator that wait for the driver.
 WAITING_VALUES = 16

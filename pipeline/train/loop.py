@@ -22,7 +22,7 @@ from pipeline.config import JobError
 from pipeline.encoders.batching import prefetch
 from pipeline.registry import LEARNERS, TRAINING_DATA
 from pipeline.runtime import distributed
-from pipeline.train import sharding
+from pipeline.train import lora, sharding
 from pipeline.train.checkpoints import Checkpoints, only_one, random_state, set_random_state
 from pipeline.train.data.base import Batch, TrainingData
 from pipeline.train.data.quality import means
@@ -81,6 +81,8 @@ class Loop:
         torch.manual_seed(spec.seed)
         self.learner = LEARNERS.build(spec.learner)
         self._dtypes = sharding.to_float32(self.learner)
+        if spec.precision == "bfloat16":
+            lora.leave_casts_to_autocast(self.learner)
         if distributed.rank():  # dropout differs by worker
             torch.manual_seed(spec.seed + distributed.rank())
         self.data = data or data_of(spec)

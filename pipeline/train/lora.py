@@ -74,6 +74,16 @@ def train(model: torch.nn.Module, mode: bool) -> None:
             dropout.train(mode)
 
 
+def leave_casts_to_autocast(model: torch.nn.Module) -> None:
+    """Prevents peft from converting the inputs of LoRA matrices to float32.
+
+    Autocast would convert them back: two copies of the activations per layer and pass.
+    """
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.cast_input_dtype_enabled = False
+
+
 def save(tuned: Any, folder: Path, within: str = "") -> None:
     """Writes an adapter in peft's form, as the field `adapter` of an encoder's spec reads it.
 

@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch
 
+from pipeline.runtime.kernels import triton_module
+
 #: Aggregation of the similarities of a query's tokens.
 Reduction = Literal["mean", "sum"]
 #: Target of the contrastive loss for several positives per query.
@@ -59,7 +61,7 @@ def late_scores(
     [[1.5]]
     """
     with torch.autocast(queries_QMD.device.type, enabled=False):
-        best_QMB = _Best.apply(queries_QMD.float(), docs_BND.float(), doc_mask_BN)
+        best_QMB = _best(queries_QMD, docs_BND, doc_mask_BN)
     best_QMB = best_QMB.masked_fill(~doc_mask_BN.any(dim=1), 0.0)
     best_QMB = best_QMB.masked_fill(~query_mask_QM.unsqueeze(2), 0.0)
     scores_QB = best_QMB.sum(dim=1)
@@ -68,12 +70,27 @@ def late_scores(
     return scores_QB / query_mask_QM.sum(dim=1, keepdim=True).clamp_min(1)
 
 
+def _best(
+    queries_QMD: torch.Tensor, docs_BND: torch.Tensor, doc_mask_BN: torch.Tensor
+) -> torch.Tensor:
+    """Returns the (Q, M, B) similarity of each query token with the best token of each document."""
+    num_queries, num_tokens, dim = queries_QMD.shape
+    flat_TD = queries_QMD.reshape(-1, dim)
+    if {flat_TD.dtype, docs_BND.dtype} != {torch.bfloat16}:
+        flat_TD, docs_BND = flat_TD.float(), docs_BND.float()
+    kernels = triton_module("pipeline.train.triton_kernels", flat_TD.device)
+    if kernels and dim <= kernels.MAX_DIM and flat_TD.numel() and docs_BND.numel():
+        best_TB = kernels.Best.apply(flat_TD, docs_BND, doc_mask_BN, LOWEST)
+    else:
+        best_TB = _Best.apply(flat_TD.float(), docs_BND.float(), doc_mask_BN)
+    return best_TB.reshape(num_queries, num_tokens, len(docs_BND))
+
+
 class _Best(torch.autograd.Function):
-    """(Q, M, B) similarity of each query token with its most similar token of each document."""
+    """(T, B) similarity of each query token with its most similar token of each document."""
 
     @staticmethod
-    def forward(ctx, queries_QMD, docs_BND, doc_mask_BN):
-        flat_TD = queries_QMD.reshape(-1, queries_QMD.shape[2])
+    def forward(ctx, flat_TD, docs_BND, doc_mask_BN):
         num_docs, num_tokens, _ = docs_BND.shape
         best = flat_TD.new_full((len(flat_TD), num_docs), LOWEST)
         winner = torch.zeros(best.shape, dtype=torch.int64, device=best.device)
@@ -83,14 +100,12 @@ class _Best(torch.autograd.Function):
                 sim_TBN = sim_TBN.reshape(-1, num_docs, num_tokens)
                 sim_TBN.masked_fill_(~doc_mask_BN, LOWEST)
                 torch.max(sim_TBN, dim=2, out=(best[rows], winner[rows]))
-        ctx.save_for_backward(queries_QMD, docs_BND, winner)
-        return best.reshape(*queries_QMD.shape[:2], num_docs)
+        ctx.save_for_backward(flat_TD, docs_BND, winner)
+        return best
 
     @staticmethod
-    def backward(ctx, grad_QMB):
-        queries_QMD, docs_BND, winner_TB = ctx.saved_tensors
-        flat_TD = queries_QMD.reshape(-1, queries_QMD.shape[2])
-        grad_TB = grad_QMB.reshape(winner_TB.shape)
+    def backward(ctx, grad_TB):
+        flat_TD, docs_BND, winner_TB = ctx.saved_tensors
         num_docs, num_tokens, dim = docs_BND.shape
         docs_LD = docs_BND.reshape(-1, dim)
         grad_queries, grad_LD = torch.zeros_like(flat_TD), docs_LD.new_zeros(docs_LD.shape)
@@ -102,7 +117,7 @@ class _Best(torch.autograd.Function):
             chosen_TL = chosen_TBN.reshape(len(chosen_TBN), -1)
             grad_queries[rows] = chosen_TL @ docs_LD
             grad_LD.addmm_(chosen_TL.T, flat_TD[rows])
-        return grad_queries.reshape(queries_QMD.shape), grad_LD.reshape(docs_BND.shape), None
+        return grad_queries, grad_LD.reshape(docs_BND.shape), None
 
 
 def _blocks(rows: torch.Tensor, numbers_per_row: int) -> Iterator[slice]:

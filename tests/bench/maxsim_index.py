@@ -63,6 +63,7 @@ def write_index(
             table.cast(schema), part_uri(uri, ITEMS), data_storage_version=STORAGE_VERSION
         )
     LanceDataset.commit(part_uri(uri, ITEMS), LanceOperation.Overwrite(schema, fragments))
+    LanceDataset(part_uri(uri, ITEMS)).create_scalar_index("item_id", "BTREE")  # as a job does
 
 
 def random_int8(

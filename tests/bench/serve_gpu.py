@@ -36,7 +36,6 @@ from tests.tiny import SLEEPING
 
 NUM_VECTORS, DIM, QUERY_TOKENS, K = 32, 128, 32, 10
 ENCODER = {
-    "class": SLEEPING,
     "seconds": 0.0,
     "num_tokens": NUM_VECTORS,
     "dim": DIM,

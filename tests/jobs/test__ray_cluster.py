@@ -39,6 +39,7 @@ print(json.dumps({
     "RAY_worker_niceness": niceness - os.nice(0),
     "SIGTERM handler": signal.getsignal(signal.SIGTERM) is not handler,
     "working directory": os.getcwd() in path,
+    "processes": sorted(ray._private.worker._global_node.all_processes),
 }))
 sys.stdout.flush()
 os._exit(0)
@@ -70,6 +71,7 @@ def bare(tmp_path_factory) -> dict[str, object]:
         ("RAY_worker_niceness", 15),
         ("SIGTERM handler", True),  # replaced by ray.init
         ("working directory", True),  # searched by workers, not by the driver
+        ("processes", ["dashboard", "gcs_server", "log_monitor", "monitor", "raylet"]),
         ("messages", True),  # on the standard error at log level fatal
     ],
 )

@@ -13,6 +13,7 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders.loading import ADAPTER_SETTINGS
 from pipeline.registry import ENCODERS
+from pipeline.train import lora
 from pipeline.train.loop import Loop, check
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 
@@ -242,3 +243,28 @@ def test_rejects_invalid_settings_for_minilm(tmp_path, checkpoint):
         SpecError, match="encoder.adapter must be an adapter of this model, .* has other weights"
     ):
         Loop(text_run(tmp_path / "d", {**begins, "model": str(narrow)}, **small), say=print)
+
+
+def test_inputs_of_matrices_stay_in_bfloat16(checkpoint, tmp_path, monkeypatch):
+    """Autocast would undo peft's conversion to float32, so that the weights are the same."""
+    learner = of_family("colpali", checkpoint)
+    learner["encoder"]["dtype"] = "bfloat16"
+    weights, dtypes = {}, set()
+
+    def record(layer, inputs):
+        dtypes.add(inputs[0].dtype)
+
+    for name in ("own", "peft"):
+        if name == "peft":
+            monkeypatch.setattr(lora, "leave_casts_to_autocast", lambda model: None)
+        spec = spec_of(tmp_path / name, checkpoint("colpali"), learner, precision="bfloat16")
+        loop = Loop(spec, say=lambda line: None)
+        for layer, module in loop.learner.named_modules():
+            if layer.endswith("lora_A.default"):
+                module.register_forward_pre_hook(record)
+        loop.run()
+        assert dtypes == {torch.bfloat16 if name == "own" else torch.float32}
+        dtypes.clear()
+        weights[name] = weights_of(tmp_path / name / "model")
+    assert weights["own"]
+    assert_same(*weights.values(), atol=0)

@@ -150,7 +150,21 @@ struct Block {
     int64_t stride;
     const float* scales;  // scale per row; null if all are 1
     float scale_buffer[32];
+    int32_t row_sums[32];  // int8 with AVX-512: 128 times the sum of each row
 };
+
+#if LEVEL >= AVX512
+// Number of blocks after which contiguous rows are prefetched.
+constexpr int BLOCKS_AHEAD = LEVEL >= AMX ? 8 : 2;
+
+// Rows of a later block are prefetched a few cache lines at a time during the products, because
+// prefetching them at once would delay the loads of the current block. Prefetching past the end of
+// the memory has no effect.
+static inline void prefetch_lines(const char*& ahead, int count) {
+    if (!ahead) return;
+    for (int line = 0; line < count; ++line, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
+}
+#endif
 
 #if LEVEL >= AMX
 // Splits the values of two registers into pairs of bfloat16, x = high + low, and interleaves the
@@ -244,16 +258,6 @@ static inline void store_products(int rows, float* out) {
     }
 }
 
-// Rows of a later block are prefetched a few cache lines at a time during tile operations, because
-// prefetching them at once would delay the loads of the current block. Prefetching past the end of
-// the memory has no effect.
-constexpr int INT8_BLOCKS_AHEAD = 8;
-
-static inline void prefetch_lines(const char*& ahead) {
-    if (!ahead) return;
-    for (int line = 0; line < 8; ++line, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
-}
-
 static inline void multiply_int8(
     const Block& block, const int8_t* panel, int steps, const char* ahead) {
     const bool two = block.rows > 16;
@@ -270,14 +274,14 @@ static inline void multiply_int8(
         _tile_loadd(6, panel + k * 1024, 64);
         _tile_loadd(7, panel2 + k * 1024, 64);
         _tile_dpbssd(0, 4, 6);
-        prefetch_lines(ahead);
+        prefetch_lines(ahead, 8);
         _tile_dpbssd(1, 4, 7);
-        prefetch_lines(ahead);
+        prefetch_lines(ahead, 8);
         if (two) {
             _tile_loadd(5, a2 + k * 64, block.stride);
-            prefetch_lines(ahead);
+            prefetch_lines(ahead, 8);
             _tile_dpbssd(2, 5, 6);
-            prefetch_lines(ahead);
+            prefetch_lines(ahead, 8);
             _tile_dpbssd(3, 5, 7);
         }
     }
@@ -327,30 +331,44 @@ static inline void multiply_pairs(
 }
 #elif LEVEL >= AVX512
 // The instruction requires one unsigned operand, so 128 is added to the query bytes, and 128 times
-// the sum of each row is subtracted from the result.
-static inline void multiply_int8(const Block& block, const int8_t* panel, int steps, float* out) {
+// the sum of each row (`row_sums`) is subtracted from the result.
+static inline void multiply_int8(const Block& block, const int8_t* panel, int steps, const char* ahead,
+                                 float* out) {
+    const __m512i offset = _mm512_set1_epi8(char(128));
     const int words = steps * 16;
     for (int r = 0; r < block.rows; r += 4) {
-        __m512i sums[4][2], bias[4];
-        for (int i = 0; i < 4; ++i) sums[i][0] = sums[i][1] = bias[i] = _mm512_setzero_si512();
+        __m512i sums[4][2];
+        for (int i = 0; i < 4; ++i)
+            sums[i][0] = sums[i][1] = _mm512_set1_epi32(-block.row_sums[r + i]);
         for (int k = 0; k < words; ++k) {
-            const __m512i q0 = _mm512_loadu_si512(panel + k * 64);
-            const __m512i q1 = _mm512_loadu_si512(panel + steps * 1024 + k * 64);
-            const __m512i offset = _mm512_set1_epi8(char(128));
+            if (k % 4 == 0) prefetch_lines(ahead, 1);
+            const __m512i q0 = _mm512_xor_si512(_mm512_loadu_si512(panel + k * 64), offset);
+            const __m512i q1 =
+                _mm512_xor_si512(_mm512_loadu_si512(panel + steps * 1024 + k * 64), offset);
             for (int i = 0; i < 4; ++i) {
                 int32_t four;
                 memcpy(&four, block.bytes + (r + i) * block.stride + k * 4, 4);
                 const __m512i doc = _mm512_set1_epi32(four);
-                sums[i][0] = _mm512_dpbusd_epi32(sums[i][0], _mm512_xor_si512(q0, offset), doc);
-                sums[i][1] = _mm512_dpbusd_epi32(sums[i][1], _mm512_xor_si512(q1, offset), doc);
-                bias[i] = _mm512_dpbusd_epi32(bias[i], offset, doc);
+                sums[i][0] = _mm512_dpbusd_epi32(sums[i][0], q0, doc);
+                sums[i][1] = _mm512_dpbusd_epi32(sums[i][1], q1, doc);
             }
         }
         for (int i = 0; i < 4; ++i)
             for (int half = 0; half < 2; ++half)
-                _mm512_storeu_si512(
-                    out + (r + i) * 32 + half * 16, _mm512_sub_epi32(sums[i][half], bias[i]));
+                _mm512_storeu_si512(out + (r + i) * 32 + half * 16, sums[i][half]);
     }
+}
+
+// Sums 128 times the bytes of each row that `multiply_int8` reads.
+static inline void sum_rows(Block& block, int width) {
+    for (int r = 0; r < block.rows; r += 4)
+        for (int i = 0; i < 4; ++i) {
+            __m512i sum = _mm512_setzero_si512();
+            for (int d = 0; d < width; d += 64)
+                sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(char(128)),
+                                          _mm512_loadu_si512(block.bytes + (r + i) * block.stride + d));
+            block.row_sums[r + i] = _mm512_reduce_add_epi32(sum);
+        }
 }
 #endif
 
@@ -552,25 +570,29 @@ static bool fill_block(const Documents& docs, const Queries& queries, const Outp
     return true;
 }
 
-// Prefetches the rows of a later block, because the memory latency exceeds the time per block.
-static void prefetch(const Documents& docs, const Block& block) {
-    int64_t row = block.first + 2 * 32;
+// Returns the address of the rows of a later block: the memory latency exceeds the time per block.
+static const char* rows_ahead(const Documents& docs, const Block& block, int blocks) {
+    int64_t row = block.first + blocks * 32;
     // The documents of a selection are not contiguous.
     const int64_t next = block.next, later = next + 1;
     if (!block.done_rows && later < docs.count && docs.starts[next] != block.first + block.rows)
         row = docs.starts[later];
-    const char* from = (const char*)docs.values + row * docs.row_bytes;
-    const int64_t size = std::min<int64_t>(32, docs.total - row) * docs.row_bytes;
+    if (docs.kind == INT8) {
+        __builtin_prefetch(docs.scales + row);
+        __builtin_prefetch(docs.scales + row + 16);
+    }
+    return (const char*)docs.values + row * docs.row_bytes;
+}
+
+static void prefetch(const Documents& docs, const Block& block) {
+    const char* from = rows_ahead(docs, block, 2);
+    const int64_t size = std::min<int64_t>(32, docs.total) * docs.row_bytes;
     for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(from + at);
 }
 
 // Decodes the rows of a block into the format of the `multiply_*` functions.
 static void prepare(const Documents& docs, Scratch& s, Block& block) {
-#if LEVEL < AMX
-    prefetch(docs, block);
-#else
-    if (docs.kind != INT8) prefetch(docs, block);
-#endif
+    if (LEVEL < AVX512 || docs.kind != INT8) prefetch(docs, block);
 #if LEVEL >= AVX512
     if (docs.kind == INT8) {
         block.bytes = (const int8_t*)docs.values + block.first * docs.row_bytes;
@@ -586,6 +608,9 @@ static void prepare(const Documents& docs, Scratch& s, Block& block) {
             block.bytes = copy;
             block.stride = s.width;
         }
+#if LEVEL == AVX512
+        sum_rows(block, s.width);
+#endif
         return;
     }
 #elif LEVEL >= AVX2
@@ -626,9 +651,8 @@ static void score_as(
         if (!fill_block(docs, queries, output, document, done_rows, block)) break;
         document = block.next, done_rows = block.done_rows;
         prepare(docs, s, block);
-#if LEVEL >= AMX
-        const char* ahead =
-            (const char*)docs.values + (block.first + INT8_BLOCKS_AHEAD * 32) * docs.row_bytes;
+#if LEVEL >= AVX512
+        const char* ahead = rows_ahead(docs, block, BLOCKS_AHEAD);
 #endif
         if (num_panels == 0) finish<ARGMAX>(docs, queries, output, block, s);
         for (int64_t panel = 0; panel < num_panels; ++panel) {
@@ -647,7 +671,8 @@ static void score_as(
             take_pending();
 #if LEVEL >= AVX512
             if (INTEGERS)
-                multiply_int8(block, (const int8_t*)queries.packed + offset, s.width / 64, s.products);
+                multiply_int8(block, (const int8_t*)queries.packed + offset, s.width / 64,
+                              panel ? nullptr : ahead, s.products);
 #elif LEVEL >= AVX2
             if (INTEGERS)
                 multiply_int8(s, block.rows, (const int16_t*)queries.packed + offset, s.products);

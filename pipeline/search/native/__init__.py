@@ -92,6 +92,15 @@ class _Output(ctypes.Structure):
         return _Output(scores, self.stride, *pointers)
 
 
+class _Selection(ctypes.Structure):
+    _fields_ = [
+        *((name, _pointer) for name in ("limits", "scores", "documents")),
+        ("stride", ctypes.c_int64),
+        ("counts", _pointer),
+        ("first", ctypes.c_int64),
+    ]
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
@@ -106,6 +115,11 @@ def _library() -> ctypes.CDLL | None:
                 ctypes.c_int64,
                 ctypes.POINTER(_QueriesArgument),
                 ctypes.POINTER(_Output),
+                ctypes.c_int,
+            ]
+            library.maxray_select.argtypes = [
+                *library.maxray_score.argtypes[:3],
+                ctypes.POINTER(_Selection),
                 ctypes.c_int,
             ]
             library.maxray_level()  # requests AMX tiles from the kernel for all threads
@@ -155,51 +169,97 @@ def score(
     scores do not depend on the batch.
     """
     documents = Documents.select(packed, rows)
-    has_one_token = query_lengths == 1
-    if documents.kind not in DENSE_KINDS or not has_one_token.any():
-        _score(query_MD, query_lengths, documents, out_QR, level, one_token=False)
-        return
-    if has_one_token.all():
-        _score(query_MD, query_lengths, documents, out_QR, level, one_token=True)
-        return
     query_of_M = torch.repeat_interleave(query_lengths)
-    for subset, one_token in ((has_one_token, True), (~has_one_token, False)):
-        part_qR = torch.empty(int(subset.sum()), out_QR.shape[1])
-        tokens_mD = query_MD[subset[query_of_M]]
-        _score(tokens_mD, query_lengths[subset], documents, part_qR, level, one_token=one_token)
-        out_QR[subset] = part_qR
+    for subset, one_token in _subsets(query_lengths, documents.kind):
+        is_all = len(subset) == len(query_lengths)
+        part_qR = out_QR if is_all else torch.empty(len(subset), out_QR.shape[1])
+        tokens_mD = query_MD if is_all else query_MD[torch.isin(query_of_M, subset)]
+        calls = _Calls(level)
+        for first, queries in calls.packs(tokens_mD, query_lengths[subset], documents, one_token):
+            address = part_qR.data_ptr() + 4 * first * part_qR.stride(0)
+            calls.score(documents, queries, _Output(address, part_qR.stride(0), None, None))
+        calls.run()
+        if not is_all:
+            out_QR[subset] = part_qR
 
 
-def _score(
-    query_MD: torch.Tensor,
-    query_lengths: torch.Tensor,
-    documents: Documents,
-    out_QR: torch.Tensor,
+def select(
+    queries: Sequence[torch.Tensor],
+    packed: PackedVectors,
+    rows: Sequence[torch.Tensor | None],
+    limits: np.ndarray,
     level: str,
-    *,
-    one_token: bool,
-) -> None:
-    """Writes the scores of queries that all have one token, or that are packed into panels."""
-    number = _level(documents.kind, level)
-    tasks: list[Callable[[], None]] = []
-    num_packed_bytes = 0
-    max_tokens = _max_tokens(documents.kind, number, query_MD.shape[1])
-    for first, bounds in _groups(query_lengths, max_tokens):
-        tokens_MD = query_MD[bounds[0] : bounds[-1]]
-        if one_token:
-            queries = _Queries.rows(tokens_MD, documents.kind)
-        else:
-            queries = _Queries.pack(
-                tokens_MD, documents.codec, documents.kind, number, bounds - bounds[0]
-            )
-        address = out_QR.data_ptr() + 4 * first * out_QR.stride(0)
-        output = _Output(address, out_QR.stride(0), None, None)
-        tasks += _tasks(documents, queries, output, number)
-        num_packed_bytes += queries.packed.nbytes
-        if num_packed_bytes >= MAX_PACKED_BYTES:
-            _run(tasks)
-            tasks, num_packed_bytes = [], 0
-    _run(tasks)
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Scores documents like `score`, and selects those whose scores reach the limit of a query.
+
+    The scores of the others are not written to memory.
+
+    Args:
+        queries: Q tensors (M, D) float32.
+        rows: Ascending indices (R,) of the documents to score, or None for all: one element for all
+            queries, or one per query.
+        limits: (Q,) float32, finite.
+
+    Returns:
+        Ascending indices (n,) int64 and scores (n,) float32 of the selected documents per query.
+    """
+    lengths = torch.tensor([len(query) for query in queries])
+    indices = torch.arange(len(queries)).split(1 if len(rows) > 1 else len(queries))
+    calls = _Calls(level, num_parts=len(rows))
+    results: list[tuple[torch.Tensor, _Selected]] = []
+    for index, part in zip(indices, rows, strict=True):
+        documents = Documents.select(packed, part)
+        if not len(documents):
+            continue
+        for subset, one_token in _subsets(lengths[index], documents.kind):
+            members = index[subset]
+            tokens_MD = torch.cat([queries[i] for i in members])
+            for first, packs in calls.packs(tokens_MD, lengths[members], documents, one_token):
+                part_members = members[first : first + len(packs.bounds) - 1]
+                selected = _Selected(limits[part_members.numpy()], len(documents), part)
+                calls.select(documents, packs, selected)
+                results.append((part_members, selected))
+    calls.run()
+    found = [(np.empty(0, np.int64), np.empty(0, np.float32))] * len(queries)
+    for members, selected in results:
+        for number, i in enumerate(members.tolist()):
+            found[i] = selected.of(number)
+    return found
+
+
+class _Selected:
+    """Memory of the documents that are selected for q queries.
+
+    It has space for all documents, of which the operating system only provides what is written.
+    """
+
+    def __init__(self, limits: np.ndarray, num_documents: int, rows: torch.Tensor | None):
+        self._limits, self._rows = limits, rows
+        self._scores = np.empty((len(limits), num_documents), np.float32)
+        self._documents = np.empty(self._scores.shape, np.int32)
+        self._counts: dict[int, np.ndarray] = {}  # (q,) for each first document of a run
+
+    def argument(self, first: int) -> _Selection:
+        """Returns the argument of the library for the documents from `first` on."""
+        counts = self._counts[first] = np.empty(len(self._limits), np.int64)
+        return _Selection(
+            limits=self._limits.ctypes.data,
+            scores=self._scores.ctypes.data + 4 * first,
+            documents=self._documents.ctypes.data + 4 * first,
+            stride=self._scores.shape[1],
+            counts=counts.ctypes.data,
+            first=first,
+        )
+
+    def of(self, query: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the indices and scores of the documents that are selected for a query."""
+        runs = [slice(first, first + self._counts[first][query]) for first in sorted(self._counts)]
+        index, scores = (
+            np.concatenate([values[query, :0], *(values[query, run] for run in runs)])
+            for values in (self._documents, self._scores)
+        )
+        index = index.astype(np.int64) if self._rows is None else self._rows.numpy()[index]
+        return index, scores
 
 
 def best(
@@ -217,9 +277,19 @@ def best(
     queries = _Queries.pack(query_MD, documents.codec, documents.kind, number, bounds)
     best_RM = torch.empty(len(documents), len(query_MD))
     index_RM = torch.empty(best_RM.shape, dtype=torch.int32)
-    output = _Output(None, 0, best_RM.data_ptr(), index_RM.data_ptr())
-    _run(list(_tasks(documents, queries, output, number)))
+    calls = _Calls(level)
+    calls.score(documents, queries, _Output(None, 0, best_RM.data_ptr(), index_RM.data_ptr()))
+    calls.run()
     return best_RM, index_RM
+
+
+def _subsets(query_lengths: torch.Tensor, kind: int) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yields the indices of the queries of one token and of the others, and which they are."""
+    has_one_token = (query_lengths == 1) & (kind in DENSE_KINDS)
+    for one_token in (True, False):
+        subset = torch.nonzero(has_one_token == one_token).flatten()
+        if len(subset):
+            yield subset, one_token
 
 
 def _groups(query_lengths: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -271,7 +341,7 @@ class _Queries:
         # The sum of the products with int8 values must not exceed 31 bits.
         largest = min(MAX_INT16, torch.iinfo(torch.int32).max // (128 * dim))
         scales = (query_QD.abs().amax(dim=1) / largest).clamp_min(TINY)
-        values = (query_QD / scales.unsqueeze(1)).round_().to(torch.int16)
+        values = _round(query_QD / scales.unsqueeze(1)).to(torch.int16)
         return cls(values, scales, bounds, num_queries, one_token=True)
 
     @classmethod
@@ -291,7 +361,7 @@ class _Queries:
         if kind == INT8 and level >= LEVELS.index("avx2"):
             scales = padded.abs().amax(dim=1).div_(127)
             scales[scales == 0] = 1
-            values = (padded / scales[:, None]).round_().to(torch.int8)
+            values = _round(padded / scales[:, None]).to(torch.int8)
             if level >= LEVELS.index("avx512"):
                 # Groups of four dimensions are interleaved over 16 tokens.
                 panels = values.view(num_panels, 2, 16, width // 4, 4).transpose(2, 3)
@@ -326,7 +396,7 @@ class _Queries:
         scales = torch.zeros(num_padded)
         scales[:num_tokens] = largest_M / MAX_INT16
         table = torch.zeros(len(sim_CM), num_padded, dtype=torch.int16)
-        table[:, :num_tokens] = sim_CM.div_(scales[:num_tokens].clamp_min(TINY)).round_()
+        table[:, :num_tokens] = _round(sim_CM.div_(scales[:num_tokens].clamp_min(TINY)))
         return cls(table, scales, bounds, num_tokens)
 
     @classmethod
@@ -345,6 +415,12 @@ class _Queries:
         return cls.tabulate(rows_PCM.flatten(0, 1), bounds, largest_M)
 
 
+def _round(values: torch.Tensor) -> torch.Tensor:
+    """Rounds in place, in the calling thread. Torch starts threads for 2,048 values."""
+    np.rint(values.numpy(), out=values.numpy())
+    return values
+
+
 def _max_tokens(kind: int, level: int, dim: int) -> int:
     """Returns the maximum number of query tokens per call, unless a single query has more."""
     if kind in (CODES, PRODUCT):
@@ -355,31 +431,87 @@ def _max_tokens(kind: int, level: int, dim: int) -> int:
     return max(QUERY_BYTES // (bytes_per_value * dim), 1)
 
 
-def _tasks(
-    documents: Documents, queries: _Queries, output: _Output, level: int
-) -> Iterator[Callable[[], None]]:
-    """Yields calls of the library, one per run of documents."""
-    library, num_threads = _library(), torch.get_num_threads()
-    if library is None:
-        raise RuntimeError("the MaxSim library is not built")
-    min_tokens = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
-    for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, min_tokens):
+class _Calls:
+    """Calls of the library for packs of queries and runs of documents, which threads execute.
 
-        def task(begin: int = begin, end: int = end) -> None:
+    Args:
+        num_parts: Number of selections of documents that are scored together. The documents of each
+            are divided into fewer runs.
+    """
+
+    def __init__(self, level: str, num_parts: int = 1):
+        library, self._num_threads = _library(), torch.get_num_threads()
+        if library is None:
+            raise RuntimeError("the MaxSim library is not built")
+        self._library, self._level = library, level
+        self._max_runs = -(-self._num_threads * TASKS // num_parts) if self._num_threads > 1 else 1
+        self._tasks: list[Callable[[], None]] = []
+        self._num_packed_bytes = 0
+
+    def packs(
+        self,
+        query_MD: torch.Tensor,
+        query_lengths: torch.Tensor,
+        documents: Documents,
+        one_token: bool,
+    ) -> Iterator[tuple[int, _Queries]]:
+        """Yields packed queries and the number of the first.
+
+        Args:
+            one_token: Whether each query has one token and is not packed into panels.
+        """
+        number = _level(documents.kind, self._level)
+        max_tokens = _max_tokens(documents.kind, number, query_MD.shape[1])
+        for first, bounds in _groups(query_lengths, max_tokens):
+            tokens_MD = query_MD[bounds[0] : bounds[-1]]
+            if one_token:
+                queries = _Queries.rows(tokens_MD, documents.kind)
+            else:
+                queries = _Queries.pack(
+                    tokens_MD, documents.codec, documents.kind, number, bounds - bounds[0]
+                )
+            yield first, queries
+            self._num_packed_bytes += queries.packed.nbytes
+            if self._num_packed_bytes >= MAX_PACKED_BYTES:
+                self.run()
+
+    def score(self, documents: Documents, queries: _Queries, output: _Output) -> None:
+        """Adds calls that write scores or best tokens."""
+
+        def after(begin: int) -> _Output:
+            return output.after(begin, queries.num_tokens)
+
+        self._add(self._library.maxray_score, documents, queries, after)
+
+    def select(self, documents: Documents, queries: _Queries, selected: _Selected) -> None:
+        """Adds calls that select documents."""
+        self._add(self._library.maxray_select, documents, queries, selected.argument)
+
+    def _add(
+        self,
+        function: Callable[..., int],
+        documents: Documents,
+        queries: _Queries,
+        output: Callable[[int], ctypes.Structure],
+    ) -> None:
+        level = _level(documents.kind, self._level)
+        min_tokens = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
+
+        def task(begin: int, end: int) -> None:
             groups = documents.groups(begin, end)
-            run_output = output.after(begin, queries.num_tokens)
-            address = groups.ctypes.data
-            argument = queries.argument()
-            if library.maxray_score(address, len(groups), argument, run_output, level):
+            address, argument = groups.ctypes.data, queries.argument()
+            if function(address, len(groups), argument, output(begin), level):
                 raise MemoryError("failed to allocate working memory for MaxSim")
 
-        yield task
+        self._tasks += [
+            functools.partial(task, *run) for run in documents.runs(self._max_runs, min_tokens)
+        ]
 
-
-def _run(tasks: Sequence[Callable[[], None]]) -> None:
-    num_threads = torch.get_num_threads()
-    if num_threads == 1 or len(tasks) == 1:
-        for task in tasks:
-            task()
-    else:
-        list(_threads(num_threads, os.getpid()).map(lambda task: task(), tasks))
+    def run(self) -> None:
+        """Executes the calls that were added."""
+        tasks, self._tasks, self._num_packed_bytes = self._tasks, [], 0
+        if self._num_threads == 1 or len(tasks) == 1:
+            for task in tasks:
+                task()
+        else:
+            list(_threads(self._num_threads, os.getpid()).map(lambda task: task(), tasks))

@@ -11,6 +11,7 @@
 #include <limits>
 #include <new>
 #include <utility>
+#include <vector>
 
 #define GENERIC 0
 #define AVX2 1
@@ -31,7 +32,8 @@
 
 enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BINARY, RESIDUAL, CODES, PRODUCT };
 
-// Arguments; they mirror the ctypes structures `_DocumentsArgument`, `_QueriesArgument`, `_Output`.
+// Arguments; they mirror `_GROUP` and the ctypes structures `_QueriesArgument`, `_Output` and
+// `_Selection`.
 struct Documents {
     int32_t kind, dim;
     int64_t row_bytes, total;   // bytes per vector; number of vectors in memory
@@ -60,6 +62,14 @@ struct Output {
     int64_t stride;
     float* best;     // (documents, tokens) similarities, or null
     int32_t* index;  // (documents, tokens) indices of the best tokens in the document, or null
+};
+struct Selection {      // documents whose scores reach the limits, in ascending order
+    const float* limits;  // limit per query, finite
+    float* scores;        // (queries, stride)
+    int32_t* documents;   // (queries, stride)
+    int64_t stride;
+    int64_t* counts;      // number of selected documents per query
+    int64_t first;        // number of the first document
 };
 
 namespace {
@@ -176,6 +186,22 @@ void score(const Documents& docs, const Queries& queries, const Output& output, 
     (argmax ? generic::score<true> : generic::score<false>)(docs, queries, output, scratch);
 }
 
+// Number of documents that are scored before their scores are compared with the limits. The scores
+// of 32 queries then stay in the L2 cache.
+constexpr int64_t CHUNK = 1024;
+
+// Appends the scores that reach the limit. Without a branch, since a few percent of them do.
+int64_t append(const float* scores, int64_t count, float limit, int64_t first, float* out,
+               int32_t* documents) {
+    int64_t num = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        out[num] = scores[i];
+        documents[num] = int32_t(first + i);
+        num += scores[i] >= limit;
+    }
+    return num;
+}
+
 }  // namespace
 
 #if defined(_WIN32)
@@ -203,6 +229,37 @@ EXPORT int maxray_score(const Documents* groups, int64_t num_groups, const Queri
             score(*docs, *queries, rest, scratch, argmax, level);
             if (rest.scores) rest.scores += docs->count;
             if (argmax) rest.best += docs->count * queries->tokens, rest.index += docs->count * queries->tokens;
+        }
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+// Scores groups of documents like `maxray_score`, and selects those whose scores reach the limits.
+// The selection has space for all documents.
+EXPORT int maxray_select(const Documents* groups, int64_t num_groups, const Queries* queries,
+                         const Selection* selection, int level) {
+    const int64_t count = queries->count, stride = selection->stride;
+    std::fill_n(selection->counts, count, 0);
+    if (num_groups == 0) return 0;
+    try {
+        Scratch scratch(groups->dim, queries->padded, false);
+        std::vector<float> scores(count * CHUNK);
+        int64_t first = selection->first;
+        for (const Documents* docs = groups; docs < groups + num_groups; ++docs) {
+            Documents chunk = *docs;
+            for (int64_t from = 0; from < docs->count; from += CHUNK, first += chunk.count) {
+                chunk.starts = docs->starts + from, chunk.lengths = docs->lengths + from;
+                chunk.count = std::min(CHUNK, docs->count - from);
+                score(chunk, *queries, {scores.data(), CHUNK, nullptr, nullptr}, scratch, false, level);
+                for (int64_t q = 0; q < count; ++q) {
+                    int64_t& num = selection->counts[q];
+                    const int64_t at = q * stride + num;
+                    num += append(scores.data() + q * CHUNK, chunk.count, selection->limits[q],
+                                  first, selection->scores + at, selection->documents + at);
+                }
+            }
         }
         return 0;
     } catch (const std::bad_alloc&) {

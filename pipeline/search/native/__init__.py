@@ -64,6 +64,8 @@ MAX_PACKED_BYTES = 1 << 26
 TASK_PAIRS = 1 << 18
 #: Tasks per thread: with several, a preempted thread delays the others only briefly.
 TASKS = 8
+#: Forms of queries of one token, and their minimum number for panels of 32.
+ROWS, PANELS, MIN_PANEL = 1, 2, 4
 
 #: Largest value of a table of similarities, and the smallest scale that is divided by.
 MAX_INT16, TINY = torch.iinfo(torch.int16).max, torch.finfo(torch.float32).tiny
@@ -312,14 +314,14 @@ class _Queries:
             centroid codes, and (256 P, tokens with padding) for product codes; or rows (Q, D) for
             queries of one token.
         bounds: (Q + 1,) int64, first token of each query.
-        one_token: Whether each query has one token, and `packed` contains rows.
+        one_token: 0; `ROWS` if each query has one token, and `packed` contains rows; or `PANELS`.
     """
 
     packed: torch.Tensor
     scales: torch.Tensor | None
     bounds: np.ndarray
     num_tokens: int
-    one_token: bool = False
+    one_token: int = 0
 
     def argument(self) -> _QueriesArgument:
         return _QueriesArgument(
@@ -333,16 +335,25 @@ class _Queries:
         )
 
     @classmethod
-    def rows(cls, query_QD: torch.Tensor, kind: int) -> _Queries:
+    def rows(cls, query_QD: torch.Tensor, documents: Documents, level: int) -> _Queries:
+        """Packs queries of one token, in panels if there are several and documents of one vector.
+
+        The scores of both forms are equal, because the products are exact.
+        """
         num_queries, dim = query_QD.shape
         bounds = np.arange(num_queries + 1)
-        if kind != INT8:
-            return cls(query_QD.contiguous(), None, bounds, num_queries, one_token=True)
+        if documents.kind != INT8:
+            return cls(query_QD.contiguous(), None, bounds, num_queries, ROWS)
         # The sum of the products with int8 values must not exceed 31 bits.
         largest = min(MAX_INT16, torch.iinfo(torch.int32).max // (128 * dim))
         scales = (query_QD.abs().amax(dim=1) / largest).clamp_min(TINY)
         values = _round(query_QD / scales.unsqueeze(1)).to(torch.int16)
-        return cls(values, scales, bounds, num_queries, one_token=True)
+        if num_queries < MIN_PANEL or level < LEVELS.index("avx2") or documents.longest > 1:
+            return cls(values, scales, bounds, num_queries, ROWS)
+        num_panels, width = -(-num_queries // 32), -(-dim // 64) * 64
+        padded = torch.zeros(num_panels * 32, width, dtype=torch.int16)
+        padded[:num_queries, :dim] = values
+        return cls(_interleave_pairs(padded), scales, bounds, num_queries, PANELS)
 
     @classmethod
     def pack(
@@ -365,8 +376,8 @@ class _Queries:
             if level >= LEVELS.index("avx512"):
                 # Groups of four dimensions are interleaved over 16 tokens.
                 panels = values.view(num_panels, 2, 16, width // 4, 4).transpose(2, 3)
-            else:  # pairs of dimensions are interleaved over 32 tokens
-                panels = values.short().view(num_panels, 32, width // 2, 2).transpose(1, 2)
+            else:
+                panels = _interleave_pairs(values.short())
             return cls(panels.contiguous(), scales, bounds, num_tokens)
         if level == LEVELS.index("amx"):
             # Decoded rows interleave two registers of 16 values, see `split` in body.h.
@@ -413,6 +424,12 @@ class _Queries:
         rows_PCM = torch.zeros(num_parts, MAX_CENTROIDS, len(query_MD))
         rows_PCM[:, :num_centroids] = sim_PCM
         return cls.tabulate(rows_PCM.flatten(0, 1), bounds, largest_M)
+
+
+def _interleave_pairs(values_MD: torch.Tensor) -> torch.Tensor:
+    """Interleaves pairs of dimensions over 32 tokens."""
+    num_tokens, width = values_MD.shape
+    return values_MD.view(num_tokens // 32, 32, width // 2, 2).transpose(1, 2).contiguous()
 
 
 def _round(values: torch.Tensor) -> torch.Tensor:
@@ -465,7 +482,7 @@ class _Calls:
         for first, bounds in _groups(query_lengths, max_tokens):
             tokens_MD = query_MD[bounds[0] : bounds[-1]]
             if one_token:
-                queries = _Queries.rows(tokens_MD, documents.kind)
+                queries = _Queries.rows(tokens_MD, documents, number)
             else:
                 queries = _Queries.pack(
                     tokens_MD, documents.codec, documents.kind, number, bounds - bounds[0]

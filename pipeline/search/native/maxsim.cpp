@@ -30,6 +30,7 @@
 #include <unistd.h>
 #endif
 
+enum OneToken { ROWS_OF_QUERIES = 1, PANELS };
 enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BINARY, RESIDUAL, CODES, PRODUCT };
 
 // Arguments; they mirror `_GROUP` and the ctypes structures `_QueriesArgument`, `_Output` and
@@ -51,11 +52,13 @@ struct Queries {
     const void* packed;     // panels of 32 tokens, in the layout for the level and the kind;
                             // codes: int16 similarities (centroids, padded);
                             // product: int16 similarities (sub-vectors, 256, padded);
-                            // one token per query: rows of int16 for int8 vectors, else of float32
+                            // one token per query: rows of int16 for int8 vectors, else of
+                            // float32; or panels of int16
     const float* scales;    // int8, codes and product: scale per token
     const int64_t* bounds;  // first token of each query, then the number of tokens
     int64_t count, tokens, padded;  // number of queries, of tokens, and of tokens with padding
-    int64_t one_token;              // whether each query has one token, and rows are not panels
+    int64_t one_token;              // 0, or form of queries of one token: rows, or panels of int16
+                                    // for int8 documents of at most one vector
 };
 struct Output {
     float* scores;   // (queries, stride), or null

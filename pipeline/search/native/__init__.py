@@ -376,6 +376,8 @@ class _Queries:
             if level >= LEVELS.index("avx512"):
                 # Groups of four dimensions are interleaved over 16 tokens.
                 panels = values.view(num_panels, 2, 16, width // 4, 4).transpose(2, 3)
+                offsets = values.sum(dim=1, dtype=torch.int32) * -128
+                panels = torch.cat([panels.flatten(), offsets.view(torch.int8)])
             else:
                 panels = _interleave_pairs(values.short())
             return cls(panels.contiguous(), scales, bounds, num_tokens)

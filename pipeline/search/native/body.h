@@ -150,7 +150,6 @@ struct Block {
     int64_t stride;
     const float* scales;  // scale per row; null if all are 1
     float scale_buffer[32];
-    int32_t row_sums[32];  // int8 with AVX-512: 128 times the sum of each row
 };
 
 #if LEVEL >= AVX512
@@ -330,27 +329,26 @@ static inline void multiply_pairs(
     }
 }
 #elif LEVEL >= AVX512
-// The instruction requires one unsigned operand, so 128 is added to the query bytes, and 128 times
-// the sum of each row (`row_sums`) is subtracted from the result.
-static inline void multiply_int8(const Block& block, const int8_t* panel, int steps, const char* ahead,
-                                 float* out) {
-    const __m512i offset = _mm512_set1_epi8(char(128));
+// The instruction requires one unsigned operand, so 128 is added to the bytes of the rows. `offsets`
+// are -128 times the sums of the query tokens.
+static inline void multiply_int8(const Block& block, const int8_t* panel, const int32_t* offsets,
+                                 int steps, const char* ahead, float* out) {
     const int words = steps * 16;
     for (int r = 0; r < block.rows; r += 4) {
         __m512i sums[4][2];
         for (int i = 0; i < 4; ++i)
-            sums[i][0] = sums[i][1] = _mm512_set1_epi32(-block.row_sums[r + i]);
+            for (int half = 0; half < 2; ++half)
+                sums[i][half] = _mm512_loadu_si512(offsets + half * 16);
         for (int k = 0; k < words; ++k) {
             if (k % 4 == 0) prefetch_lines(ahead, 1);
-            const __m512i q0 = _mm512_xor_si512(_mm512_loadu_si512(panel + k * 64), offset);
-            const __m512i q1 =
-                _mm512_xor_si512(_mm512_loadu_si512(panel + steps * 1024 + k * 64), offset);
+            const __m512i q0 = _mm512_loadu_si512(panel + k * 64);
+            const __m512i q1 = _mm512_loadu_si512(panel + steps * 1024 + k * 64);
             for (int i = 0; i < 4; ++i) {
                 int32_t four;
                 memcpy(&four, block.bytes + (r + i) * block.stride + k * 4, 4);
                 const __m512i doc = _mm512_set1_epi32(four);
-                sums[i][0] = _mm512_dpbusd_epi32(sums[i][0], q0, doc);
-                sums[i][1] = _mm512_dpbusd_epi32(sums[i][1], q1, doc);
+                sums[i][0] = _mm512_dpbusd_epi32(sums[i][0], doc, q0);
+                sums[i][1] = _mm512_dpbusd_epi32(sums[i][1], doc, q1);
             }
         }
         for (int i = 0; i < 4; ++i)
@@ -359,16 +357,14 @@ static inline void multiply_int8(const Block& block, const int8_t* panel, int st
     }
 }
 
-// Sums 128 times the bytes of each row that `multiply_int8` reads.
-static inline void sum_rows(Block& block, int width) {
-    for (int r = 0; r < block.rows; r += 4)
-        for (int i = 0; i < 4; ++i) {
-            __m512i sum = _mm512_setzero_si512();
-            for (int d = 0; d < width; d += 64)
-                sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(char(128)),
-                                          _mm512_loadu_si512(block.bytes + (r + i) * block.stride + d));
-            block.row_sums[r + i] = _mm512_reduce_add_epi32(sum);
-        }
+// Copies a row and adds 128 to its bytes. Those beyond the last dimension are arbitrary, because
+// the query is zero there.
+static inline void offset_int8(const int8_t* in, int dim, int8_t* out) {
+    const __m512i offset = _mm512_set1_epi8(char(128));
+    for (int d = 0; d < dim; d += 64) {
+        const __mmask64 mask = dim - d < 64 ? (1ull << (dim - d)) - 1 : ~0ull;
+        _mm512_store_si512(out + d, _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, in + d), offset));
+    }
 }
 #endif
 
@@ -607,19 +603,21 @@ static void prepare(const Documents& docs, Scratch& s, Block& block) {
         block.bytes = (const int8_t*)docs.values + block.first * docs.row_bytes;
         block.stride = docs.row_bytes;
         block.scales = docs.scales + block.first;
-        // The product reads 32 rows, each rounded up to a multiple of 64 bytes.
+        // The tile product reads 32 rows, each rounded up to a multiple of 64 bytes.
         const int64_t overread = (s.width + docs.row_bytes - 1) / docs.row_bytes;
-        if (block.first + 32 + overread > docs.total) {
+        if (LEVEL == AVX512 || block.first + 32 + overread > docs.total) {
             int8_t* copy = (int8_t*)s.floats;
-            memset(copy, 0, 32 * s.width);
-            for (int r = 0; r < block.rows; ++r)
-                memcpy(copy + r * s.width, block.bytes + r * block.stride, docs.dim);
+            for (int r = 0; r < block.rows; ++r) {
+                const int8_t* row = block.bytes + r * block.stride;
+#if LEVEL == AVX512
+                offset_int8(row, docs.dim, copy + r * s.width);
+#else
+                memcpy(copy + r * s.width, row, docs.dim);
+#endif
+            }
             block.bytes = copy;
             block.stride = s.width;
         }
-#if LEVEL == AVX512
-        sum_rows(block, s.width);
-#endif
         return;
     }
 #elif LEVEL >= AVX2
@@ -682,8 +680,10 @@ static void score_as(
             take_pending();
 #if LEVEL >= AVX512
             if (INTEGERS)
-                multiply_int8(block, (const int8_t*)queries.packed + offset, s.width / 64,
-                              panel ? nullptr : ahead, s.products);
+                multiply_int8(block, (const int8_t*)queries.packed + offset,
+                              (const int32_t*)((const int8_t*)queries.packed + padded * s.width) +
+                                  panel * 32,
+                              s.width / 64, panel ? nullptr : ahead, s.products);
 #elif LEVEL >= AVX2
             if (INTEGERS)
                 multiply_int16(s, block.rows, (const int16_t*)queries.packed + offset, s.products);

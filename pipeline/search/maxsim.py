@@ -136,9 +136,8 @@ def best_scores(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Computes exact scores and returns those that can be among the best ones of a query.
 
-    Scores below a bound are dropped as soon as they are computed. The bound is a score of which a
-    sample has more than twice the expected number of better ones; if fewer than `num` reach it, all
-    scores are returned.
+    Scores below a bound, which is estimated on a sample, are dropped as soon as they are computed.
+    If fewer than `num` reach it, which is rare, the documents are scored again without a bound.
 
     Args:
         queries: Q tensors (M_i, D) without padding, as returned by `Codec.transform_queries`.
@@ -200,9 +199,9 @@ def _limits(
     limits = np.full(len(queries), LOWEST, np.float32)
     if groups is not None and len(groups):
         num *= -(-len(groups) // (int(groups.max()) + 1))
-    # Twice the expected number of sampled scores, plus four standard deviations.
+    # The expected number of better ones in the sample, plus four standard deviations.
     expected = num / max(step, 1)
-    rank = int(2 * expected + 4 * expected**0.5) + 4
+    rank = int(expected + 4 * expected**0.5) + 4
     if step < MIN_STEP or rank > SAMPLE // 4:
         return limits
     sample = torch.arange(0, num_rows, step) if rows is None else rows[::step]

@@ -37,6 +37,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from pipeline.compression.codecs import Codec
 from pipeline.compression.codecs.centroid_codes import CentroidCodes
@@ -64,8 +65,10 @@ MAX_PACKED_BYTES = 1 << 26
 TASK_PAIRS = 1 << 18
 #: Tasks per thread: with several, a preempted thread delays the others only briefly.
 TASKS = 8
-#: Forms of queries of one token, and their minimum number for panels of 32.
-ROWS, PANELS, MIN_PANEL = 1, 2, 4
+#: Forms of packed queries: any tokens; a row per query of one token; and panels of int16 of 32 of
+#: them, to select int8 documents of one vector. They pay from `MIN_PANEL` queries on.
+TOKENS, ROWS, PANELS = 0, 1, 2
+MIN_PANEL = 12
 
 #: Largest value of a table of similarities, and the smallest scale that is divided by.
 MAX_INT16, TINY = torch.iinfo(torch.int16).max, torch.finfo(torch.float32).tiny
@@ -172,12 +175,12 @@ def score(
     """
     documents = Documents.select(packed, rows)
     query_of_M = torch.repeat_interleave(query_lengths)
-    for subset, one_token in _subsets(query_lengths, documents.kind):
+    for subset, form in _subsets(query_lengths, documents.kind):
         is_all = len(subset) == len(query_lengths)
         part_qR = out_QR if is_all else torch.empty(len(subset), out_QR.shape[1])
         tokens_mD = query_MD if is_all else query_MD[torch.isin(query_of_M, subset)]
         calls = _Calls(level)
-        for first, queries in calls.packs(tokens_mD, query_lengths[subset], documents, one_token):
+        for first, queries in calls.packs(tokens_mD, query_lengths[subset], documents, form):
             address = part_qR.data_ptr() + 4 * first * part_qR.stride(0)
             calls.score(documents, queries, _Output(address, part_qR.stride(0), None, None))
         calls.run()
@@ -213,10 +216,13 @@ def select(
         documents = Documents.select(packed, part)
         if not len(documents):
             continue
-        for subset, one_token in _subsets(lengths[index], documents.kind):
+        for subset, form in _subsets(lengths[index], documents.kind):
             members = index[subset]
+            is_single = documents.kind == INT8 and documents.longest <= 1 and level != LEVELS[0]
+            if form == ROWS and is_single and len(members) >= MIN_PANEL:
+                form = PANELS
             tokens_MD = torch.cat([queries[i] for i in members])
-            for first, packs in calls.packs(tokens_MD, lengths[members], documents, one_token):
+            for first, packs in calls.packs(tokens_MD, lengths[members], documents, form):
                 part_members = members[first : first + len(packs.bounds) - 1]
                 selected = _Selected(limits[part_members.numpy()], len(documents), part)
                 calls.select(documents, packs, selected)
@@ -236,14 +242,15 @@ class _Selected:
     """
 
     def __init__(self, limits: np.ndarray, num_documents: int, rows: torch.Tensor | None):
-        self._limits, self._rows = limits, rows
+        padding = -len(limits) % 32  # for panels
+        self._limits, self._rows = np.pad(limits, (0, padding), constant_values=np.inf), rows
         self._scores = np.empty((len(limits), num_documents), np.float32)
         self._documents = np.empty(self._scores.shape, np.int32)
         self._counts: dict[int, np.ndarray] = {}  # (q,) for each first document of a run
 
     def argument(self, first: int) -> _Selection:
         """Returns the argument of the library for the documents from `first` on."""
-        counts = self._counts[first] = np.empty(len(self._limits), np.int64)
+        counts = self._counts[first] = np.empty(len(self._scores), np.int64)
         return _Selection(
             limits=self._limits.ctypes.data,
             scores=self._scores.ctypes.data + 4 * first,
@@ -285,13 +292,13 @@ def best(
     return best_RM, index_RM
 
 
-def _subsets(query_lengths: torch.Tensor, kind: int) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yields the indices of the queries of one token and of the others, and which they are."""
+def _subsets(query_lengths: torch.Tensor, kind: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yields the indices of the queries of one token and those of the others, with their form."""
     has_one_token = (query_lengths == 1) & (kind in DENSE_KINDS)
-    for one_token in (True, False):
-        subset = torch.nonzero(has_one_token == one_token).flatten()
+    for form in (ROWS, TOKENS):
+        subset = torch.nonzero(has_one_token == (form == ROWS)).flatten()
         if len(subset):
-            yield subset, one_token
+            yield subset, form
 
 
 def _groups(query_lengths: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -314,14 +321,14 @@ class _Queries:
             centroid codes, and (256 P, tokens with padding) for product codes; or rows (Q, D) for
             queries of one token.
         bounds: (Q + 1,) int64, first token of each query.
-        one_token: 0; `ROWS` if each query has one token, and `packed` contains rows; or `PANELS`.
+        form: `TOKENS`, or `ROWS` or `PANELS` of queries of one token.
     """
 
     packed: torch.Tensor
     scales: torch.Tensor | None
     bounds: np.ndarray
     num_tokens: int
-    one_token: int = 0
+    form: int = TOKENS
 
     def argument(self) -> _QueriesArgument:
         return _QueriesArgument(
@@ -331,29 +338,29 @@ class _Queries:
             count=len(self.bounds) - 1,
             tokens=self.num_tokens,
             padded=-(-self.num_tokens // 32) * 32,
-            one_token=self.one_token,
+            one_token=self.form,
         )
 
     @classmethod
-    def rows(cls, query_QD: torch.Tensor, documents: Documents, level: int) -> _Queries:
-        """Packs queries of one token, in panels if there are several and documents of one vector.
+    def rows(cls, query_QD: torch.Tensor, kind: int, form: int) -> _Queries:
+        """Packs queries of one token as rows, or as panels.
 
         The scores of both forms are equal, because the products are exact.
         """
         num_queries, dim = query_QD.shape
         bounds = np.arange(num_queries + 1)
-        if documents.kind != INT8:
-            return cls(query_QD.contiguous(), None, bounds, num_queries, ROWS)
+        if kind != INT8:
+            return cls(query_QD.contiguous(), None, bounds, num_queries, form)
         # The sum of the products with int8 values must not exceed 31 bits.
         largest = min(MAX_INT16, torch.iinfo(torch.int32).max // (128 * dim))
         scales = (query_QD.abs().amax(dim=1) / largest).clamp_min(TINY)
         values = _round(query_QD / scales.unsqueeze(1)).to(torch.int16)
-        if num_queries < MIN_PANEL or level < LEVELS.index("avx2") or documents.longest > 1:
+        if form == ROWS:
             return cls(values, scales, bounds, num_queries, ROWS)
-        num_panels, width = -(-num_queries // 32), -(-dim // 64) * 64
-        padded = torch.zeros(num_panels * 32, width, dtype=torch.int16)
-        padded[:num_queries, :dim] = values
-        return cls(_interleave_pairs(padded), scales, bounds, num_queries, PANELS)
+        padding = -num_queries % 32
+        padded_QD = functional.pad(values, (0, -dim % 64, 0, padding))
+        scales = functional.pad(scales, (0, padding))
+        return cls(_interleave_pairs(padded_QD), scales, bounds, num_queries, PANELS)
 
     @classmethod
     def pack(
@@ -472,19 +479,15 @@ class _Calls:
         query_MD: torch.Tensor,
         query_lengths: torch.Tensor,
         documents: Documents,
-        one_token: bool,
+        form: int,
     ) -> Iterator[tuple[int, _Queries]]:
-        """Yields packed queries and the number of the first.
-
-        Args:
-            one_token: Whether each query has one token and is not packed into panels.
-        """
+        """Yields packed queries of a form and the number of the first."""
         number = _level(documents.kind, self._level)
         max_tokens = _max_tokens(documents.kind, number, query_MD.shape[1])
         for first, bounds in _groups(query_lengths, max_tokens):
             tokens_MD = query_MD[bounds[0] : bounds[-1]]
-            if one_token:
-                queries = _Queries.rows(tokens_MD, documents, number)
+            if form != TOKENS:
+                queries = _Queries.rows(tokens_MD, documents.kind, form)
             else:
                 queries = _Queries.pack(
                     tokens_MD, documents.codec, documents.kind, number, bounds - bounds[0]

@@ -908,33 +908,52 @@ static void score_one_token(const Documents& docs, const Queries& queries, const
 }
 
 #if LEVEL >= AVX2
-// Multiplies 32 int8 documents of at most one vector and 32 queries of one token at a time.
-static void score_one_vector(
-    const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
-    const int32_t* products = (const int32_t*)s.products;
+// Selects int8 documents of at most one vector for queries of one token. 32 documents are multiplied
+// by panels of 32 queries. `first` is the number of the first document.
+static void select_one_vector(const Documents& docs, const Queries& queries,
+                              const Selection& selection, int64_t first, Scratch& s) {
+    constexpr int AHEAD = 64;
     for (int64_t from = 0; from < docs.count; from += 32) {
         const int count = int(std::min<int64_t>(32, docs.count - from));
-        const int64_t* starts = docs.starts + from;
-        float scales[32];
         for (int r = 0; r < count; ++r) {
-            // The row of an empty document is any row, or none at the end of the memory.
-            const bool empty = docs.lengths[from + r] == 0;
-            scales[r] = empty ? 0 : docs.scales[starts[r]];
-            if (!empty)
-                widen_int8((const int8_t*)docs.values + starts[r] * docs.row_bytes, docs.dim,
+            const int64_t document = from + r, start = docs.starts[document];
+            if (document + AHEAD < docs.count) {  // selected documents are not contiguous
+                const int64_t later = docs.starts[document + AHEAD];
+                const char* row = (const char*)docs.values + later * docs.row_bytes;
+                for (int64_t at = 0; at < docs.row_bytes; at += 64) __builtin_prefetch(row + at);
+                __builtin_prefetch(docs.scales + later);
+            }
+            if (docs.lengths[document] > 0)
+                widen_int8((const int8_t*)docs.values + start * docs.row_bytes, docs.dim,
                            (int16_t*)s.floats + r * s.width);
         }
-        for (int64_t first = 0; first < queries.count; first += 32) {
-            multiply_int16(s, count, (const int16_t*)queries.packed + first * s.width, s.products);
-            const int64_t end = std::min<int64_t>(32, queries.count - first);
-            for (int64_t q = 0; q < end; ++q) {
-                float* scores = output.scores + (first + q) * output.stride + from;
-                for (int r = 0; r < count; ++r)
-                    scores[r] = float(products[r * 32 + q]) * scales[r] * queries.scales[first + q];
+        for (int64_t panel = 0; panel < queries.padded; panel += 32) {
+            multiply_int16(s, count, (const int16_t*)queries.packed + panel * s.width, s.products);
+            for (int r = 0; r < count; ++r) {
+                if (docs.lengths[from + r] == 0) continue;
+                const floats scale = splat(docs.scales[docs.starts[from + r]]);
+                for (int p = 0; p < PARTS; ++p) {
+                    const int64_t query = panel + p * LANES;
+                    const integers products = *(const integers*)(s.products + r * 32 + p * LANES);
+                    const floats x = __builtin_convertvector(products, floats) * scale *
+                                     load(queries.scales + query);
+#if LEVEL >= AVX512
+                    uint32_t mask = _mm512_cmp_ps_mask(
+                        (__m512)x, (__m512)load(selection.limits + query), _CMP_GE_OQ);
+#else
+                    uint32_t mask = _mm256_movemask_ps(_mm256_cmp_ps(
+                        (__m256)x, (__m256)load(selection.limits + query), _CMP_GE_OQ));
+#endif
+                    for (; mask; mask &= mask - 1) {
+                        const int lane = __builtin_ctz(mask);
+                        const int64_t at = (query + lane) * selection.stride +
+                                           selection.counts[query + lane]++;
+                        selection.scores[at] = x[lane];
+                        selection.documents[at] = int32_t(first + from + r);
+                    }
+                }
             }
         }
-        for (int r = 0; r < count; ++r)
-            if (docs.lengths[from + r] == 0) write_empty(queries, output, from + r);
     }
 }
 #endif
@@ -943,9 +962,6 @@ template <bool ARGMAX>
 static void score(const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
     if (docs.kind == CODES) return score_codes<ARGMAX>(docs, queries, output, s);
     if (docs.kind == PRODUCT) return score_products<ARGMAX>(docs, queries, output, s);
-#if LEVEL >= AVX2
-    if (queries.one_token == PANELS) return score_one_vector(docs, queries, output, s);
-#endif
     if (queries.one_token) return score_one_token(docs, queries, output);
 #if LEVEL >= AMX
     start_tiles();

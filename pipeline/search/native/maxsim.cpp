@@ -58,7 +58,7 @@ struct Queries {
     const int64_t* bounds;  // first token of each query, then the number of tokens
     int64_t count, tokens, padded;  // number of queries, of tokens, and of tokens with padding
     int64_t one_token;              // 0, or form of queries of one token: rows, or panels of int16
-                                    // for int8 documents of at most one vector
+                                    // to select int8 documents of at most one vector
 };
 struct Output {
     float* scores;   // (queries, stride), or null
@@ -67,7 +67,7 @@ struct Output {
     int32_t* index;  // (documents, tokens) indices of the best tokens in the document, or null
 };
 struct Selection {      // documents whose scores reach the limits, in ascending order
-    const float* limits;  // limit per query, finite
+    const float* limits;  // limit per query, finite; panels: infinite for padding
     float* scores;        // (queries, stride)
     int32_t* documents;   // (queries, stride)
     int64_t stride;
@@ -251,6 +251,14 @@ EXPORT int maxray_select(const Documents* groups, int64_t num_groups, const Quer
         std::vector<float> scores(count * CHUNK);
         int64_t first = selection->first;
         for (const Documents* docs = groups; docs < groups + num_groups; ++docs) {
+#if X86
+            if (queries->one_token == PANELS) {
+                (level == AVX2 ? avx2::select_one_vector : avx512::select_one_vector)(
+                    *docs, *queries, *selection, first, scratch);
+                first += docs->count;
+                continue;
+            }
+#endif
             Documents chunk = *docs;
             for (int64_t from = 0; from < docs->count; from += CHUNK, first += chunk.count) {
                 chunk.starts = docs->starts + from, chunk.lengths = docs->lengths + from;

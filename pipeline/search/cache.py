@@ -37,7 +37,15 @@ from pipeline.compression.codecs import Codec
 from pipeline.config import SpecError, absolute, digest, dump, within
 from pipeline.index.reader import IndexReader, files_with
 from pipeline.paths import is_uri
-from pipeline.search.packed import FLOATS, PackedVectors, Segment, join_blocks, single_vectors
+from pipeline.search.packed import (
+    FLOATS,
+    PackedVectors,
+    Segment,
+    empty_parts,
+    join_adjacent,
+    join_blocks,
+    single_vectors,
+)
 from pipeline.search.packed_file import (
     CorruptedError,
     PackedFile,
@@ -226,8 +234,31 @@ class Column:
 
     def without_vectors(self, num_documents: int) -> Segment:
         """Creates a segment of documents that have no vectors."""
-        parts = {n: torch.empty(0, width, dtype=dtype) for n, (dtype, width) in self.layout.items()}
+        parts = empty_parts(self.codec, self.dim, 0)
         return Segment(self.codec, self.dim, parts, torch.zeros(num_documents, dtype=torch.int64))
+
+
+class _Block:
+    """Memory of a device for several fragments, so that one launch of a kernel scores them all.
+
+    Attributes:
+        device: The device.
+    """
+
+    def __init__(self, sources: Sequence[Segment], device: torch.device):
+        self.device, self._end = device, 0
+        self._parts: dict[str, torch.Tensor] = {}
+        self._size = sum(source.num_rows for source in sources)
+        if self._size:
+            self._parts = empty_parts(sources[0].codec, sources[0].dim, self._size, device)
+
+    def copy(self, source: Segment) -> Segment:
+        """Copies a segment behind those that were copied before, or elsewhere without space."""
+        start, end = self._end, self._end + source.num_rows
+        if end > self._size:
+            return source.to(self.device)
+        self._end = end
+        return source.to(self.device, {n: part[start:end] for n, part in self._parts.items()})
 
 
 def _row_offsets(batch: pa.RecordBatch) -> np.ndarray:
@@ -245,7 +276,8 @@ def packed_column(
 ) -> PackedVectors:
     """Opens the vectors of a column. Each fragment of the index yields one segment.
 
-    Segments share vectors that are in use with those of other versions.
+    Segments share vectors that are in use with those of other versions. On another device than the
+    CPU, those of fragments that are copied together are joined.
 
     Args:
         cache: Whether to read and write packed files. If False, vectors are read into memory.
@@ -270,14 +302,19 @@ def packed_column(
             with contextlib.suppress(SpecError):  # files written before the error can be used
                 opened = _open_existing(column, to_open, on_corruption)
     target = torch.empty(0, device=device).device  # resolves "cuda" to an index
+    block = None
+    if target.type != "cpu":
+        block = _Block([s for key, s in opened.items() if (key, target) not in _loaded], target)
     segments = []
     for key, fragment in zip(keys, fragments, strict=True):
         if key is None:
             segments.append(column.without_vectors(fragment.count_rows()).to(target))
-        elif key in opened and target.type == "cpu":
+        elif key in opened and block is None:
             segments.append(opened[key])
         else:
-            segments.append(_load(column, key, fragment, target, opened.get(key)))
+            segments.append(_load(column, key, fragment, block, opened.get(key)))
+    if block is not None:
+        segments = join_adjacent(segments)
     return PackedVectors(segments or [column.without_vectors(0).to(target)])
 
 
@@ -285,19 +322,20 @@ def _load(
     column: Column,
     key: str,
     fragment: lance.LanceFragment,
-    device: torch.device,
+    block: _Block | None,
     file: Segment | None,
 ) -> Segment:
     rows = column.rows(fragment)
 
     def load() -> Storage:
         source = file or column.segment(column.read(fragment), rows)
-        assert source is not None and source.storage is not None
-        if device.type == "cpu":
+        assert source is not None and isinstance(source.storage, Storage)
+        if block is None:
             return source.storage
-        copy = source.to(device)
+        copy = block.copy(source)
         return Storage(copy.parts, copy.lengths, source.storage.rows)
 
+    device = torch.device("cpu") if block is None else block.device
     storage = _loaded.get((key, device), load, lambda storage: storage.find(rows) is not None)
     segment = column.segment(storage, rows)
     assert segment is not None

@@ -221,9 +221,10 @@ def _reach(
     for first in range(0, len(queries), size):
         part = rows[first // size]
         scores_qR = maxsim(queries[first : first + size], packed, rows=part, backend=backend)
-        for scores, limit in zip(scores_qR.numpy(force=True), limits[first:], strict=False):
-            index = np.flatnonzero(scores >= limit)
-            yield index if part is None else part.numpy(force=True)[index], scores[index]
+        for scores_R, limit in zip(scores_qR, limits[first : first + size], strict=True):
+            index = (scores_R >= limit).nonzero().flatten()
+            items = index if part is None else part.to(index.device)[index]
+            yield items.numpy(force=True), scores_R[index].numpy(force=True)
 
 
 def best_tokens(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,8 +35,8 @@ class Segment:
         verify: Called with the starts and lengths (n,) int64 of runs of vectors before they are
             read. Raises `SpecError` if they are corrupted. Vectors on other devices were verified
             when they were copied.
-        storage: Owner of `parts` and `lengths`, if other segments may share them. It remains in use
-            as long as this segment.
+        storage: Owner of `parts` and `lengths`, if other segments may share them, or owners of
+            joined segments. They remain in use as long as this segment.
     """
 
     codec: Codec
@@ -47,7 +48,7 @@ class Segment:
     verify: Callable[[np.ndarray, np.ndarray], None] = field(
         default=lambda starts, lengths: None, repr=False
     )
-    storage: Storage | None = field(default=None, repr=False)
+    storage: Storage | list[Any] | None = field(default=None, repr=False)
 
     @functools.cached_property
     def starts(self) -> torch.Tensor:
@@ -73,9 +74,18 @@ class Segment:
         """Returns a view of at most the first `max_vectors` vectors of each document."""
         return replace(self, lengths=self.lengths.clamp(max=max_vectors), offsets=self.starts)
 
-    def to(self, device: torch.device | str) -> Segment:
-        """Copies the documents to a device, memory-mapped parts in pieces."""
-        parts = {
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of each part, T."""
+        return len(next(iter(self.parts.values())))
+
+    def to(self, device: torch.device | str, out: dict[str, torch.Tensor] | None = None) -> Segment:
+        """Copies the documents to a device, memory-mapped parts in pieces.
+
+        Args:
+            out: Memory for the parts on the device. Defaults to new memory.
+        """
+        parts = out or {
             name: torch.empty(part.shape, dtype=part.dtype, device=device)
             for name, part in self.parts.items()
         }
@@ -183,16 +193,70 @@ def single_vectors(column: pa.FixedSizeListArray) -> tuple[np.ndarray, np.ndarra
     return values.reshape(-1, column.type.list_size), lengths
 
 
+def empty_parts(
+    codec: Codec, dim: int, num_rows: int, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Allocates memory for the parts of vectors."""
+    return {
+        name: torch.empty(num_rows, width, dtype=dtype, device=device)
+        for name, (dtype, width) in codec.parts(dim).items()
+    }
+
+
+def join_adjacent(segments: Sequence[Segment]) -> list[Segment]:
+    """Joins successive segments whose vectors are adjacent in memory, without copying vectors."""
+    runs: list[list[Segment]] = []
+    for segment in segments:
+        if runs and _is_adjacent(runs[-1][-1], segment):
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
+
+
+def _is_adjacent(first: Segment, second: Segment) -> bool:
+    """Checks whether all parts of a segment begin where those of another end."""
+    if first.offsets is not None or second.offsets is not None or not first.num_rows:
+        return False
+    pairs = ((part, second.parts[name]) for name, part in first.parts.items())
+    return all(
+        one._base is not None
+        and one._base is other._base
+        and one.storage_offset() + one.numel() == other.storage_offset()
+        for one, other in pairs
+    )
+
+
+def _joined(run: Sequence[Segment]) -> Segment:
+    num_rows = sum(segment.num_rows for segment in run)
+    parts = {
+        name: part.as_strided((num_rows, part.shape[1]), part.stride())
+        for name, part in run[0].parts.items()
+    }
+    live, first = [], 0
+    for segment in run:
+        indices = segment.live
+        if indices is None:
+            indices = torch.arange(len(segment.lengths), device=segment.lengths.device)
+        live.append(indices + first)
+        first += len(segment.lengths)
+    return Segment(
+        run[0].codec,
+        run[0].dim,
+        parts,
+        torch.cat([segment.lengths for segment in run]),
+        None if all(segment.live is None for segment in run) else torch.cat(live),
+        storage=[segment.storage for segment in run],
+    )
+
+
 def join_blocks(
     codec: Codec, dim: int, blocks: list[tuple[dict[str, np.ndarray], np.ndarray]]
 ) -> PackedVectors:
     """Joins blocks of (parts, lengths (B,)) into one segment. Empties the list to save memory."""
     lengths = np.concatenate([np.empty(0, np.int64), *(lengths for _, lengths in blocks)])
-    parts = {
-        name: torch.empty(int(lengths.sum()), width, dtype=dtype)
-        for name, (dtype, width) in codec.parts(dim).items()
-    }
     end = int(lengths.sum())
+    parts = empty_parts(codec, dim, end)
     while blocks:
         block, _ = blocks.pop()
         for name, part in block.items():

@@ -305,8 +305,8 @@ class Scorer:
         groups = self._items.parent_codes if options.group_by else None
         order, k = self._items.id_order, options.k
         rankings = []
-        if options.score == "maxsim":
-            packed = self.vectors(options.column)
+        packed = None if options.score == "single_vector" else self.vectors(options.column)
+        if options.score == "maxsim" and packed is not None and packed.device.type == "cpu":
             for items, scores in _best_scores(queries.tokens, packed, k, rows, groups):
                 best = top_rows(scores, items, order, k, groups)
                 rankings.append(self._ranking(best, _Scores(scores, scores), items))
@@ -317,9 +317,14 @@ class Scorer:
             return self._pools(queries, options, rows)
         else:
             all_scores = self._scores(queries, options, rows)
-            for number, total in enumerate(all_scores.total):
-                best = top_rows(total, rows, order, k, groups)
-                rankings.append(self._ranking(best, all_scores.query(number), rows))
+            each: Iterable[tuple[np.ndarray | None, _Scores]]
+            if all_scores.total.is_cuda:
+                each = _shortlists(all_scores, rows, k, groups)
+            else:
+                each = ((rows, all_scores.select(number)) for number in range(len(queries)))
+            for found, parts in each:
+                best = top_rows(parts.total, found, order, k, groups)
+                rankings.append(self._ranking(best, parts, found))
         return rankings
 
     def _pools(
@@ -336,20 +341,18 @@ class Scorer:
         groups = self._items.parent_codes if options.group_by else None
         others: dict[str, Any] = {"fusion": DEFAULT_FUSION, "candidates": EXACT}
         maxsim_options = options.model_copy(update={"score": "maxsim", **others})
-        scores = self._scores(queries, maxsim_options, rows)
-        assert scores.maxsim is not None
+        maxsim_QR = self._scores(queries, maxsim_options, rows).total.numpy(force=True)
         single_QR = bm25_QR = None
         if weights.single_vector:
             single_options = options.model_copy(update={"score": "single_vector", **others})
-            singles = self._scores(queries, single_options, rows)
-            single_QR = singles.single_vector
+            single_QR = self._scores(queries, single_options, rows).total.numpy(force=True)
         if weights.bm25:
             column = self._bm25_column(self._index.representation(options.column))
             bm25_QR = np.stack(list(self._bm25_scores(column, queries, rows)))
-        all_parts = _Scores(scores.maxsim, scores.maxsim, single_QR, bm25_QR)
+        all_parts = _Scores(maxsim_QR, maxsim_QR, single_QR, bm25_QR)
         pools = []
         for query in range(len(queries)):
-            parts = all_parts.query(query)
+            parts = all_parts.select(query)
             components = {n: s for n in COMPONENTS if (s := getattr(parts, n)) is not None}
             found = pool_rows(components, options.fusion, options.k, rows, groups)
             pools.append(self._ranking(found, parts, rows))
@@ -470,28 +473,31 @@ class Scorer:
         options: SearchOptions,
         rows: np.ndarray | None,
     ) -> _Scores:
-        """Scores a batch of queries. Items that lack the required vectors have the score -inf."""
+        """Scores a batch of queries, with tensors on the device of the vectors.
+
+        Items that lack the required vectors have the score -inf.
+        """
         items = None if rows is None else torch.from_numpy(rows)
         maxsim_scores = None
         if options.score != "single_vector":
             packed = self.vectors(options.column)
             maxsim_scores = _maxsim(queries.tokens, packed, items)
             if options.score == "maxsim":
-                return _Scores(maxsim_scores.numpy(), maxsim_scores.numpy())
+                return _Scores(maxsim_scores, maxsim_scores)
         # The single-vector score is the MaxSim score of one-token queries and one-token items.
         pooled_column = self._index.representation(options.column).pooled_column
         assert queries.pooled is not None and pooled_column is not None
         packed = self.packed(pooled_column)
         pooled_scores = _maxsim(list(queries.pooled[:, None]), packed, items)
         if maxsim_scores is None:
-            return _Scores(pooled_scores.numpy(), None, pooled_scores.numpy())
-        mean = maxsim_scores / torch.tensor(queries.num_tokens).unsqueeze(1)
+            return _Scores(pooled_scores, None, pooled_scores)
+        mean = maxsim_scores / torch.tensor(queries.num_tokens, device=packed.device).unsqueeze(1)
         total = options.weights[0] * pooled_scores + options.weights[1] * mean
         if 0 in options.weights:
             total.masked_fill_(
                 (pooled_scores == -torch.inf) | (maxsim_scores == -torch.inf), -torch.inf
             )
-        return _Scores(total.numpy(), maxsim_scores.numpy(), pooled_scores.numpy())
+        return _Scores(total, maxsim_scores, pooled_scores)
 
     def _ranking(self, best: np.ndarray, scores: _Scores, rows: np.ndarray | None) -> Ranking:
         best_rows = best if rows is None else rows[best]
@@ -510,14 +516,37 @@ class Scorer:
 class _Scores(NamedTuple):
     """Scores and their components. (Q, R) float32 for a batch, or (R,) for a single query."""
 
-    total: np.ndarray
-    maxsim: np.ndarray | None = None
-    single_vector: np.ndarray | None = None
-    bm25: np.ndarray | None = None
+    total: Any
+    maxsim: Any = None
+    single_vector: Any = None
+    bm25: Any = None
 
-    def query(self, query: int) -> _Scores:
-        parts = [None if part is None else part[query] for part in self[1:]]
-        return _Scores(self.total[query], *parts)
+    def select(self, index: Any) -> _Scores:
+        """Returns the scores of a query, or those that an index selects, as NumPy arrays."""
+        parts = (None if part is None else part[index] for part in self)
+        return _Scores(*(p.numpy(force=True) if isinstance(p, torch.Tensor) else p for p in parts))
+
+
+def _shortlists(
+    scores: _Scores, rows: np.ndarray | None, k: int, groups: np.ndarray | None
+) -> Iterator[tuple[np.ndarray, _Scores]]:
+    """Yields the items of each query among which `top_rows` finds the best, and their scores.
+
+    These reach the k-th best score. A GPU selects them, because all scores take longer to copy and
+    to sort than to compute.
+    """
+    total_QR = best_QR = scores.total
+    if groups is not None and len(groups):
+        group_R = torch.from_numpy(groups if rows is None else groups[rows]).to(total_QR.device)
+        best_QR = total_QR.new_full((len(total_QR), int(groups.max()) + 1), -torch.inf)
+        best_QR.scatter_reduce_(1, group_R.expand(len(total_QR), -1), total_QR, "amax")
+    limit_Q1 = best_QR.topk(min(k, best_QR.shape[1])).values[:, -1:]
+    found = ((total_QR >= limit_Q1) & (total_QR > -torch.inf)).nonzero(as_tuple=True)
+    parts = scores.select(found)
+    query_C, index_C = (numbers.numpy(force=True) for numbers in found)
+    for start, end in itertools.pairwise(np.searchsorted(query_C, np.arange(len(total_QR) + 1))):
+        index = index_C[start:end]
+        yield index if rows is None else rows[index], parts.select(slice(start, end))
 
 
 def top_rows(
@@ -608,7 +637,7 @@ def _maxsim(
 ) -> torch.Tensor:
     """Computes scores (Q, R) of items, with pauses."""
     return torch.cat(
-        [maxsim(queries, packed, rows=part).cpu() for part in _slices(queries, packed, rows)], dim=1
+        [maxsim(queries, packed, rows=part) for part in _slices(queries, packed, rows)], dim=1
     )
 
 

@@ -58,6 +58,9 @@ class SharedStorages(Generic[StorageT]):
     def __len__(self) -> int:
         return len(self._storages)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._storages
+
     def get(
         self,
         key: Hashable,

@@ -21,6 +21,7 @@ from pipeline.search.cache import packed_column
 from pipeline.search.packed import PackedVectors
 from pipeline.search.packed_file import BLOCK_BYTES
 from pipeline.search.searcher import Searcher, open_index
+from pipeline.search.storage import Storage
 from tests.search.vectors import DIM, rows, unit, write
 
 NAMES = [f"item{i:02}" for i in range(20)]
@@ -69,9 +70,15 @@ def newest(uri: str, source: str) -> PackedVectors:
     return packed_column(index, "full", index.fragments(), **SOURCES[source])
 
 
+def storages(packed: PackedVectors) -> list[Storage]:
+    """Returns the storage of each fragment."""
+    owners = (segment.storage for segment in packed.segments)
+    return [s for owner in owners for s in (owner if isinstance(owner, list) else [owner])]
+
+
 def tensors(packed: PackedVectors) -> list[int]:
-    """Identifies the tensor of the vectors of each segment."""
-    return [id(segment.parts["values"]) for segment in packed.segments]
+    """Identifies the tensor of the vectors of each fragment."""
+    return [id(storage.parts["values"]) for storage in storages(packed)]
 
 
 def rank_all(searcher: Searcher, **options) -> list[tuple[list[str], list[float]]]:
@@ -88,9 +95,11 @@ def test_append_shares_all_earlier_fragments(uri, source):
     before = newest(uri, source)
     append(uri, "new1", "new2")
     after = newest(uri, source)
-    assert tensors(after)[:4] == tensors(before) and len(after.segments) == 5
+    assert tensors(after)[:4] == tensors(before) and len(tensors(after)) == 5
+    num_segments = [len(packed.segments) for packed in (before, after)]
+    assert num_segments == ([1, 2] if source == "device" else [4, 5])
     assert len(before) == 20 and len(after) == 22
-    for old, new in zip(before.segments, after.segments[:4], strict=True):
+    for old, new in zip(storages(before), storages(after)[:4], strict=True):
         assert new.parts["values"].data_ptr() == old.parts["values"].data_ptr()
 
 

@@ -74,6 +74,7 @@ MIN_PANEL = 12
 MAX_INT16, TINY = torch.iinfo(torch.int16).max, torch.finfo(torch.float32).tiny
 
 _pointer = ctypes.c_void_p
+_FOUND = np.dtype([("score", np.float32), ("document", np.int32)])
 
 
 class _QueriesArgument(ctypes.Structure):
@@ -99,7 +100,7 @@ class _Output(ctypes.Structure):
 
 class _Selection(ctypes.Structure):
     _fields_ = [
-        *((name, _pointer) for name in ("limits", "scores", "documents")),
+        *((name, _pointer) for name in ("limits", "found")),
         ("stride", ctypes.c_int64),
         ("counts", _pointer),
         ("first", ctypes.c_int64),
@@ -244,31 +245,26 @@ class _Selected:
     def __init__(self, limits: np.ndarray, num_documents: int, rows: torch.Tensor | None):
         padding = -len(limits) % 32  # for panels
         self._limits, self._rows = np.pad(limits, (0, padding), constant_values=np.inf), rows
-        self._scores = np.empty((len(limits), num_documents), np.float32)
-        self._documents = np.empty(self._scores.shape, np.int32)
+        self._found = np.empty((len(limits), num_documents), _FOUND)
         self._counts: dict[int, np.ndarray] = {}  # (q,) for each first document of a run
 
     def argument(self, first: int) -> _Selection:
         """Returns the argument of the library for the documents from `first` on."""
-        counts = self._counts[first] = np.empty(len(self._scores), np.int64)
+        counts = self._counts[first] = np.empty(len(self._found), np.int64)
         return _Selection(
             limits=self._limits.ctypes.data,
-            scores=self._scores.ctypes.data + 4 * first,
-            documents=self._documents.ctypes.data + 4 * first,
-            stride=self._scores.shape[1],
+            found=self._found.ctypes.data + _FOUND.itemsize * first,
+            stride=self._found.shape[1],
             counts=counts.ctypes.data,
             first=first,
         )
 
     def of(self, query: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the indices and scores of the documents that are selected for a query."""
-        runs = [slice(first, first + self._counts[first][query]) for first in sorted(self._counts)]
-        index, scores = (
-            np.concatenate([values[query, :0], *(values[query, run] for run in runs)])
-            for values in (self._documents, self._scores)
-        )
-        index = index.astype(np.int64) if self._rows is None else self._rows.numpy()[index]
-        return index, scores
+        runs = (slice(first, first + self._counts[first][query]) for first in sorted(self._counts))
+        found = np.concatenate([self._found[query, run] for run in runs])
+        index = found["document"].astype(np.int64)
+        return index if self._rows is None else self._rows.numpy()[index], found["score"].copy()
 
 
 def best(

@@ -66,10 +66,13 @@ struct Output {
     float* best;     // (documents, tokens) similarities, or null
     int32_t* index;  // (documents, tokens) indices of the best tokens in the document, or null
 };
+struct Found {
+    float score;
+    int32_t document;
+};
 struct Selection {      // documents whose scores reach the limits, in ascending order
     const float* limits;  // limit per query, finite; panels: infinite for padding
-    float* scores;        // (queries, stride)
-    int32_t* documents;   // (queries, stride)
+    Found* found;         // (queries, stride)
     int64_t stride;
     int64_t* counts;      // number of selected documents per query
     int64_t first;        // number of the first document
@@ -194,12 +197,10 @@ void score(const Documents& docs, const Queries& queries, const Output& output, 
 constexpr int64_t CHUNK = 1024;
 
 // Appends the scores that reach the limit. Without a branch, since a few percent of them do.
-int64_t append(const float* scores, int64_t count, float limit, int64_t first, float* out,
-               int32_t* documents) {
+int64_t append(const float* scores, int64_t count, float limit, int64_t first, Found* found) {
     int64_t num = 0;
     for (int64_t i = 0; i < count; ++i) {
-        out[num] = scores[i];
-        documents[num] = int32_t(first + i);
+        found[num] = {scores[i], int32_t(first + i)};
         num += scores[i] >= limit;
     }
     return num;
@@ -266,9 +267,8 @@ EXPORT int maxray_select(const Documents* groups, int64_t num_groups, const Quer
                 score(chunk, *queries, {scores.data(), CHUNK, nullptr, nullptr}, scratch, false, level);
                 for (int64_t q = 0; q < count; ++q) {
                     int64_t& num = selection->counts[q];
-                    const int64_t at = q * stride + num;
                     num += append(scores.data() + q * CHUNK, chunk.count, selection->limits[q],
-                                  first, selection->scores + at, selection->documents + at);
+                                  first, selection->found + q * stride + num);
                 }
             }
         }

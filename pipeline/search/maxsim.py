@@ -11,6 +11,7 @@ document, D dimensions.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Literal, NamedTuple
@@ -272,9 +273,14 @@ def backends(packed: PackedVectors) -> tuple[str, ...]:
     "torch" is always available. The levels of `native` require a CPU, "triton" a CUDA device.
     """
     kernels = _kernels(packed)
-    if kernels and all(kernels.can_score(segment) for segment in packed.segments):
-        return ("torch", *kernels.available())
-    return ("torch",)
+    if not kernels:
+        return ("torch",)
+    if packed not in _can_score:  # of thousands of segments, a millisecond
+        _can_score[packed] = all(kernels.can_score(segment) for segment in packed.segments)
+    return ("torch", *kernels.available()) if _can_score[packed] else ("torch",)
+
+
+_can_score: weakref.WeakKeyDictionary[PackedVectors, bool] = weakref.WeakKeyDictionary()
 
 
 def _kernels(packed: PackedVectors) -> ModuleType | None:

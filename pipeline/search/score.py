@@ -399,21 +399,21 @@ class Scorer:
         """
         uncoded, unscored = self._uncoded(column, options)
         coded = rows
-        if len(unscored):
-            parts = rows if isinstance(rows, list) else [rows]
-            every = np.arange(len(self._items))
-            scored = [np.setdiff1d(every if r is None else r, unscored, True) for r in parts]
-            coded = scored if isinstance(rows, list) else scored[0]
+        if len(unscored) and isinstance(rows, list):
+            coded = [np.setdiff1d(part, unscored, assume_unique=True) for part in rows]
+        elif len(unscored):
+            all_rows = np.arange(len(self._items)) if rows is None else rows
+            coded = np.setdiff1d(all_rows, unscored, assume_unique=True)
         groups = self._items.parent_codes if options.group_by else None
         found = [
             best_rows(scores, items, num, groups)
             for items, scores in self._approximate(generator, column, queries, coded, num, groups)
         ]
         if len(uncoded):
-            parts = rows if isinstance(rows, list) else [rows] * len(queries)
-            for i, part in enumerate(parts):
-                others = uncoded if part is None else np.intersect1d(uncoded, part, True)
-                found[i] = np.union1d(found[i], others)
+            parts = rows if isinstance(rows, list) else [rows]
+            more = [uncoded if part is None else np.intersect1d(uncoded, part) for part in parts]
+            more = more if isinstance(rows, list) else more * len(queries)
+            found = [np.union1d(*pair) for pair in zip(found, more, strict=True)]
         return found
 
     def _approximate(

@@ -16,7 +16,10 @@ thread. This module packs the queries and distributes the documents over threads
 - Without AMX they are decoded to float32, 32 rows at a time. float32 documents are multiplied in
   float32 on all machines to preserve their precision.
 - Queries of one token, such as the single vector of a hybrid search, are not packed into panels, of
-  which they would use a 32nd. int8 vectors are multiplied by int16 values of the query.
+  which they would use a 32nd. int8 vectors are multiplied by int16 values of the query. To select
+  the best of items of one int8 vector for a batch, panels have one query per column instead.
+- The best items are selected while they are scored: chunks of scores, which stay in the L2 cache,
+  are compared with a lower bound per query (`select`).
 - Centroid codes index a table of the similarities of all centroids and query tokens. The table has
   one row per centroid, so that the maxima of an item are taken over whole rows without gathering.
   Its values are int16 with a scale per query token, which loses 2^-16 of the largest similarity.
@@ -239,7 +242,7 @@ def select(
 class _Selected:
     """Memory of the documents that are selected for q queries.
 
-    It has space for all documents, of which the operating system only provides what is written.
+    It has space for all documents. The operating system provides the pages that are written.
     """
 
     def __init__(self, limits: np.ndarray, num_documents: int, rows: torch.Tensor | None):

@@ -77,10 +77,10 @@ def test_best_scores_equal_numpy(backend, name, levels, monkeypatch):
     for lengths in ([1] * 40, [1], [4, 1, 33]):
         tokens = queries(lengths)
         scores = maxsim(tokens, items, backend=backend).numpy()
-        every = np.arange(len(items))
+        all_rows = np.arange(len(items))
         for num in (1, 3, 10**6):
             found = best_scores(tokens, items, num, backend=backend)
-            check(found, scores, [every] * len(tokens), num)
+            check(found, scores, [all_rows] * len(tokens), num)
             rows = np.flatnonzero(rng.random(len(items)) < 0.6)
             found = best_scores(tokens, items, num, rows=torch.from_numpy(rows), backend=backend)
             check(found, scores[:, rows], [rows] * len(tokens), num)

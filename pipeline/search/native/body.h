@@ -912,17 +912,10 @@ static void score_one_token(const Documents& docs, const Queries& queries, const
 // by panels of 32 queries. `first` is the number of the first document.
 static void select_one_vector(const Documents& docs, const Queries& queries,
                               const Selection& selection, int64_t first, Scratch& s) {
-    constexpr int AHEAD = 64;
     for (int64_t from = 0; from < docs.count; from += 32) {
         const int count = int(std::min<int64_t>(32, docs.count - from));
         for (int r = 0; r < count; ++r) {
             const int64_t document = from + r, start = docs.starts[document];
-            if (document + AHEAD < docs.count) {  // selected documents are not contiguous
-                const int64_t later = docs.starts[document + AHEAD];
-                const char* row = (const char*)docs.values + later * docs.row_bytes;
-                for (int64_t at = 0; at < docs.row_bytes; at += 64) __builtin_prefetch(row + at);
-                __builtin_prefetch(docs.scales + later);
-            }
             if (docs.lengths[document] > 0)
                 widen_int8((const int8_t*)docs.values + start * docs.row_bytes, docs.dim,
                            (int16_t*)s.floats + r * s.width);

@@ -11,6 +11,7 @@ document, D dimensions.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Literal, NamedTuple
@@ -25,6 +26,11 @@ from pipeline.search.packed import PackedVectors, Segment
 #: Bytes of float32 working memory per block, which should fit in the last-level cache. For 260,000
 #: tokens of 384 dimensions and 20 query tokens on 2 cores, 6 MB take 47 ms and 100 MB take 100 ms.
 BLOCK_BYTES = 8 << 20
+#: Number of sampled documents whose scores bound those of the best ones, and minimum number of
+#: documents per sampled one.
+SAMPLE, MIN_STEP = 4096, 16
+#: Smallest finite score.
+LOWEST = float(np.finfo(np.float32).min)
 
 
 def maxsim_oracle(
@@ -120,6 +126,108 @@ def maxsim(
     return scores_QB
 
 
+def best_scores(
+    queries: Sequence[torch.Tensor],
+    packed: PackedVectors,
+    num: int,
+    *,
+    rows: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    groups: np.ndarray | None = None,
+    backend: str | None = None,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Computes exact scores and returns those that can be among the best ones of a query.
+
+    Scores below a bound, which is estimated on a sample, are dropped as soon as they are computed.
+    If fewer than `num` reach it, which is rare, the documents are scored again without a bound.
+
+    Args:
+        queries: Q tensors (M_i, D) without padding, as returned by `Codec.transform_queries`.
+        packed: B documents on one device.
+        num: Number of best documents.
+        rows: (R,) int64, ascending indices of the documents to score, None for all, or Q tensors.
+        groups: (B,) int64, group of each document. If given, `num` is the number of groups.
+        backend: One of `backends(packed)`. Defaults to the last, which is the fastest.
+
+    Returns:
+        Per query, the ascending indices (n,) int64 and scores (n,) float32 of documents. They have
+        tokens, and include those with at least the `num`-th best score, or at least the `num`-th
+        best of the maxima of the groups.
+
+    >>> tokens = torch.tensor([[1.0], [3.0], [2.0]])
+    >>> packed = PackedVectors.from_values(tokens, torch.tensor([1, 0, 2]))
+    >>> best_scores([torch.ones(1, 1)], packed, num=1)
+    [(array([0, 2]), array([1., 3.], dtype=float32))]
+    """
+    if not len(queries):
+        return []
+    kernels, level = _backend(backend, packed)
+    _concatenate(queries, packed)
+    limits = np.full(len(queries), LOWEST, np.float32)
+    parts: list[torch.Tensor | None]
+    if rows is None or isinstance(rows, torch.Tensor):
+        limits = _limits(queries, packed, num, rows, groups, backend)
+        parts = [rows]
+    else:
+        parts = list(rows)
+
+    def reach(index: np.ndarray, limits: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        subset = [queries[i].to(packed.device, torch.float32) for i in index]
+        if kernels is native:
+            return native.select(subset, packed, parts, limits, level)
+        return list(_reach(subset, packed, parts, limits, backend))
+
+    found = reach(np.arange(len(queries)), limits)
+    counts = [len(items if groups is None else np.unique(groups[items])) for items, _ in found]
+    again = np.flatnonzero((np.array(counts) < num) & (limits > LOWEST))
+    if len(again):
+        more = reach(again, np.full(len(again), LOWEST, np.float32))
+        for i, scores in zip(again, more, strict=True):
+            found[i] = scores
+    return found
+
+
+def _limits(
+    queries: Sequence[torch.Tensor],
+    packed: PackedVectors,
+    num: int,
+    rows: torch.Tensor | None,
+    groups: np.ndarray | None,
+    backend: str | None,
+) -> np.ndarray:
+    """Returns finite lower bounds (Q,) float32 of the `num`-th best scores, as an estimate."""
+    num_rows = len(packed) if rows is None else len(rows)
+    step = num_rows // SAMPLE
+    limits = np.full(len(queries), LOWEST, np.float32)
+    if groups is not None and len(groups):
+        num *= -(-len(groups) // (int(groups.max()) + 1))
+    # The expected number of better ones in the sample, plus four standard deviations.
+    expected = num / max(step, 1)
+    rank = int(expected + 4 * expected**0.5) + 4
+    if step < MIN_STEP or rank > SAMPLE // 4:
+        return limits
+    sample = torch.arange(0, num_rows, step) if rows is None else rows[::step]
+    scores_QS = maxsim(queries, packed, rows=sample, backend=backend).numpy(force=True)
+    return np.maximum(limits, np.partition(scores_QS, -rank, axis=1)[:, -rank])
+
+
+def _reach(
+    queries: Sequence[torch.Tensor],
+    packed: PackedVectors,
+    rows: Sequence[torch.Tensor | None],
+    limits: np.ndarray,
+    backend: str | None,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the documents whose scores reach the limit of each query, like `native.select`."""
+    size = len(queries) if len(rows) == 1 else 1
+    for first in range(0, len(queries), size):
+        part = rows[first // size]
+        scores_qR = maxsim(queries[first : first + size], packed, rows=part, backend=backend)
+        for scores_R, limit in zip(scores_qR, limits[first : first + size], strict=True):
+            index = (scores_R >= limit).nonzero().flatten()
+            items = index if part is None else part.to(index.device)[index]
+            yield items.numpy(force=True), scores_R[index].numpy(force=True)
+
+
 def best_tokens(
     query_MD: torch.Tensor,
     packed: PackedVectors,
@@ -165,9 +273,14 @@ def backends(packed: PackedVectors) -> tuple[str, ...]:
     "torch" is always available. The levels of `native` require a CPU, "triton" a CUDA device.
     """
     kernels = _kernels(packed)
-    if kernels and all(kernels.can_score(segment) for segment in packed.segments):
-        return ("torch", *kernels.available())
-    return ("torch",)
+    if not kernels:
+        return ("torch",)
+    if packed not in _can_score:  # of thousands of segments, a millisecond
+        _can_score[packed] = all(kernels.can_score(segment) for segment in packed.segments)
+    return ("torch", *kernels.available()) if _can_score[packed] else ("torch",)
+
+
+_can_score: weakref.WeakKeyDictionary[PackedVectors, bool] = weakref.WeakKeyDictionary()
 
 
 def _kernels(packed: PackedVectors) -> ModuleType | None:

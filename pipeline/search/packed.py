@@ -13,7 +13,7 @@ import torch
 
 from pipeline.compression.codecs import Codec
 from pipeline.compression.codecs.floats import Float16
-from pipeline.search.storage import Storage
+from pipeline.search.storage import Storage, use_huge_pages
 
 #: Bytes per copy to a device, which bounds the pages of a mapped file that are in host memory.
 COPY_BYTES = 64 << 20
@@ -257,6 +257,8 @@ def join_blocks(
     lengths = np.concatenate([np.empty(0, np.int64), *(lengths for _, lengths in blocks)])
     end = int(lengths.sum())
     parts = empty_parts(codec, dim, end)
+    for tensor in parts.values():
+        use_huge_pages(tensor.numpy())
     while blocks:
         block, _ = blocks.pop()
         for name, part in block.items():

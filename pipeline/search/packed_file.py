@@ -34,7 +34,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.search.storage import SharedStorages, Storage
+from pipeline.search.storage import SharedStorages, Storage, use_huge_pages
 
 #: Version of the format above.
 FORMAT = 1
@@ -224,6 +224,7 @@ class PackedFile(Storage):
             raise CorruptedError("is truncated")
         with pa.memory_map(str(path)) as file:  # the mapping outlives the open file
             data = np.frombuffer(file.read_buffer(), np.uint8)
+        use_huge_pages(data)
         magic, version, size, checksum = _START.unpack_from(data.data)
         if magic != MAGIC or version != FORMAT:
             raise CorruptedError(f"does not have format {FORMAT}")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ from pipeline.search.candidates import (
 )
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
 from pipeline.search.generators.bm25 import Postings, encode
-from pipeline.search.maxsim import maxsim
+from pipeline.search.maxsim import best_scores, maxsim
 from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import Queries
@@ -63,6 +63,9 @@ EXACT_ITEMS = 4096
 #: Number of prefixes whose views are cached. A view holds two offsets per item, and clients may
 #: request any prefix.
 MAX_PREFIXES = 16
+
+#: Ascending indices (R,) int64 of items, or None for all.
+Rows = np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -292,30 +295,36 @@ class Scorer:
             with span("candidates", queries=len(batch), generator=options.candidates):
                 candidates = self._candidates(batch, options, rows)
             with span("score", queries=len(batch)):
-                for query, query_rows in zip(batch.split(), candidates, strict=True):
-                    rankings += self._rank_batch(query, options, query_rows)
+                rankings += self._rank_batch(batch, options, candidates)
         return rankings
 
     def _rank_batch(
-        self,
-        queries: Queries,
-        options: SearchOptions,
-        rows: np.ndarray | None,
+        self, queries: Queries, options: SearchOptions, rows: Rows | list[np.ndarray]
     ) -> list[Ranking]:
-        if options.score == FUSED:
-            return self._pools(queries, options, rows)
-        order = self._items.id_order
+        """Ranks the items `rows`, which can be a list with those of each query."""
         groups = self._items.parent_codes if options.group_by else None
-        scores = self._scores(queries, options, rows)
+        order, k = self._items.id_order, options.k
         rankings = []
-        each: Iterable[tuple[np.ndarray | None, _Scores]]
-        if scores.total.is_cuda:
-            each = _shortlists(scores, rows, options.k, groups)
+        packed = None if options.score == "single_vector" else self.vectors(options.column)
+        if options.score == "maxsim" and packed is not None and packed.device.type == "cpu":
+            for items, scores in _best_scores(queries.tokens, packed, k, rows, groups):
+                best = top_rows(scores, items, order, k, groups)
+                rankings.append(self._ranking(best, _Scores(scores, scores), items))
+        elif isinstance(rows, list):
+            for query, query_rows in zip(queries.split(), rows, strict=True):
+                rankings += self._rank_batch(query, options, query_rows)
+        elif options.score == FUSED:
+            return self._pools(queries, options, rows)
         else:
-            each = ((rows, scores.select(query)) for query in range(len(queries)))
-        for found, parts in each:
-            best = top_rows(parts.total, found, order, options.k, groups)
-            rankings.append(self._ranking(best, parts, found))
+            all_scores = self._scores(queries, options, rows)
+            each: Iterable[tuple[np.ndarray | None, _Scores]]
+            if all_scores.total.is_cuda:
+                each = _shortlists(all_scores, rows, k, groups)
+            else:
+                each = ((rows, all_scores.select(number)) for number in range(len(queries)))
+            for found, parts in each:
+                best = top_rows(parts.total, found, order, k, groups)
+                rankings.append(self._ranking(best, parts, found))
         return rankings
 
     def _pools(
@@ -363,31 +372,16 @@ class Scorer:
         info = self._index.representation(options.column)
         columns = generator_columns(self._index, info, options.candidates)
         num = options.candidates_per_query(len(self._index))
-        found = [np.empty(0, np.int64)] * len(queries)
+        found: list[np.ndarray] = []
         for first, *steps in generator_steps(options.candidates):
             nums = [num * ITEMS_PER_CANDIDATE] * len(steps) + [num]
             more = self._generate(first, columns[first], queries, options, rows, nums[0])
             for step, num_found in zip(steps, nums[1:], strict=True):
-                more = self._step(step, columns[step], queries, options, more, num_found)
-            found = [np.union1d(*pair) for pair in zip(found, more, strict=True)]
+                more = self._generate(step, columns[step], queries, options, more, num_found)
+            found = [np.union1d(*pair) for pair in zip(found, more, strict=True)] if found else more
         if any(len(candidates) < options.k for candidates in found):
             all_rows = np.arange(len(self._items)) if rows is None else rows
             found = [all_rows if len(items) < options.k else items for items in found]
-        return found
-
-    def _step(
-        self,
-        generator: str,
-        column: str,
-        queries: Queries,
-        options: SearchOptions,
-        candidates: Sequence[np.ndarray],
-        num: int,
-    ) -> list[np.ndarray]:
-        """Selects among the candidates of each query, which another generator found."""
-        found: list[np.ndarray] = []
-        for query, rows in zip(queries.split(), candidates, strict=True):
-            found += self._generate(generator, column, query, options, rows, num)
         return found
 
     def _generate(
@@ -396,28 +390,48 @@ class Scorer:
         column: str,
         queries: Queries,
         options: SearchOptions,
-        rows: np.ndarray | None,
+        rows: Rows | list[np.ndarray],
         num: int,
     ) -> list[np.ndarray]:
-        """Finds the items whose codes match each query best, and those without a code."""
+        """Finds the items whose codes match each query best, and those without a code.
+
+        `rows` can be a list with the items of each query, which another generator found.
+        """
         uncoded, unscored = self._uncoded(column, options)
-        if rows is not None:
-            uncoded = np.intersect1d(uncoded, rows, assume_unique=True) if len(uncoded) else uncoded
-            unscored = np.flatnonzero(np.isin(rows, unscored)) if len(unscored) else unscored
+        coded = rows
+        if len(unscored) and isinstance(rows, list):
+            coded = [np.setdiff1d(part, unscored, assume_unique=True) for part in rows]
+        elif len(unscored):
+            all_rows = np.arange(len(self._items)) if rows is None else rows
+            coded = np.setdiff1d(all_rows, unscored, assume_unique=True)
         groups = self._items.parent_codes if options.group_by else None
-        found = []
-        for scores_R in self._approximate(generator, column, queries, rows):
-            scores_R[unscored] = -np.inf
-            found.append(np.union1d(best_rows(scores_R, rows, num, groups), uncoded))
+        found = [
+            best_rows(scores, items, num, groups)
+            for items, scores in self._approximate(generator, column, queries, coded, num, groups)
+        ]
+        if len(uncoded):
+            parts = rows if isinstance(rows, list) else [rows]
+            more = [uncoded if part is None else np.intersect1d(uncoded, part) for part in parts]
+            more = more if isinstance(rows, list) else more * len(queries)
+            found = [np.union1d(*pair) for pair in zip(found, more, strict=True)]
         return found
 
     def _approximate(
-        self, generator: str, column: str, queries: Queries, rows: np.ndarray | None
-    ) -> Iterable[np.ndarray]:
-        """Returns the scores (R,) of the codes for each query, or -inf if they do not match."""
+        self,
+        generator: str,
+        column: str,
+        queries: Queries,
+        rows: Rows | list[np.ndarray],
+        num: int,
+        groups: np.ndarray | None,
+    ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+        """Yields the items whose codes can be among the best for each query, and their scores."""
         if generator == BM25:
-            scores = self._bm25_scores(column, queries, rows)
-            return (np.where(scores_R > 0, scores_R, -np.inf) for scores_R in scores)
+            assert not isinstance(rows, list)
+            for scores_R in self._bm25_scores(column, queries, rows):
+                index = np.flatnonzero(scores_R > 0)
+                yield index if rows is None else rows[index], scores_R[index]
+            return
         if generator == SINGLE:
             assert queries.pooled is not None
             tokens = list(queries.pooled[:, None])
@@ -425,8 +439,7 @@ class Scorer:
             fitted = self._index.generator(column)
             transform = fitted.codec.transform_queries
             tokens = [transform(tokens) for tokens in fitted.queries(queries.tokens)]
-        items = None if rows is None else torch.from_numpy(rows)
-        return _maxsim(tokens, self.packed(column), items).numpy(force=True)
+        yield from _best_scores(tokens, self.packed(column), num, rows, groups)
 
     def _bm25_scores(
         self, column: str, queries: Queries, rows: np.ndarray | None
@@ -586,19 +599,66 @@ def fuse(ranking: Ranking, options: SearchOptions) -> Ranking:
     return replace(ranking, scores=scores.tolist()).take(best.tolist())
 
 
+def _best_scores(
+    queries: Sequence[torch.Tensor],
+    packed: PackedVectors,
+    num: int,
+    rows: Rows | list[np.ndarray],
+    groups: np.ndarray | None,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Computes `best_scores`, with pauses. `rows` can be a list with the items of each query."""
+    if not isinstance(rows, list):
+        items = None if rows is None else torch.from_numpy(rows)
+        parts = [
+            best_scores(queries, packed, num, rows=part, groups=groups)
+            for part in _slices(queries, packed, items)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        pairs = [zip(*found, strict=True) for found in zip(*parts, strict=True)]
+        return [(np.concatenate(items), np.concatenate(scores)) for items, scores in pairs]
+    num_pairs = np.array([_num_pairs([q], packed, r) for q, r in zip(queries, rows, strict=True)])
+    slices = np.cumsum(num_pairs) // SLICE_PAIRS if pauses.action.get() else np.zeros(len(queries))
+    bounds = [0, *np.flatnonzero(np.diff(slices)) + 1, len(queries)]
+    found = []
+    for first, end in itertools.pairwise(bounds):
+        if first:
+            pauses.pause()
+        if end == first + 1:
+            found += _best_scores(queries[first:end], packed, num, rows[first], groups)
+        else:
+            tensors = [torch.from_numpy(items) for items in rows[first:end]]
+            found += best_scores(queries[first:end], packed, num, rows=tensors, groups=groups)
+    return found
+
+
 def _maxsim(
     queries: Sequence[torch.Tensor], packed: PackedVectors, rows: torch.Tensor | None
 ) -> torch.Tensor:
-    """Computes scores (Q, R) of items, with a pause after about `SLICE_PAIRS` pairs."""
+    """Computes scores (Q, R) of items, with pauses."""
+    return torch.cat(
+        [maxsim(queries, packed, rows=part) for part in _slices(queries, packed, rows)], dim=1
+    )
+
+
+def _slices(
+    queries: Sequence[torch.Tensor], packed: PackedVectors, rows: torch.Tensor | None
+) -> Iterator[torch.Tensor | None]:
+    """Yields the items in parts of about `SLICE_PAIRS` pairs, with a pause in between."""
     num_rows = len(packed) if rows is None else len(rows)
-    pairs = sum(map(len, queries)) * packed.num_vectors / max(len(packed), 1)  # per item
-    size = max(1, int(SLICE_PAIRS / max(pairs, 1))) if pauses.action.get() else num_rows
+    num_parts = _num_pairs(queries, packed, rows) / SLICE_PAIRS if pauses.action.get() else 1
+    size = max(1, int(num_rows / max(num_parts, 1)))
     if num_rows <= size:
-        return maxsim(queries, packed, rows=rows)
+        yield rows
+        return
     rows = torch.arange(num_rows) if rows is None else rows
-    parts: list[torch.Tensor] = []
-    for part in rows.split(size):
-        if parts:
+    for number, part in enumerate(rows.split(size)):
+        if number:
             pauses.pause()
-        parts.append(maxsim(queries, packed, rows=part))
-    return torch.cat(parts, dim=1)
+        yield part
+
+
+def _num_pairs(queries: Sequence[torch.Tensor], packed: PackedVectors, rows: Sized | None) -> float:
+    """Returns the number of (query token, vector) pairs, estimated by the mean length of items."""
+    num_rows = len(packed) if rows is None else len(rows)
+    return sum(map(len, queries)) * num_rows * packed.num_vectors / max(len(packed), 1)

@@ -18,7 +18,10 @@ thread. This module packs the queries and distributes the documents over threads
 - Without AMX they are decoded to float32, 32 rows at a time. float32 documents are multiplied in
   float32 on all machines to preserve their precision.
 - Queries of one token, such as the single vector of a hybrid search, are not packed into panels, of
-  which they would use a 32nd. int8 vectors are multiplied by int16 values of the query.
+  which they would use a 32nd. int8 vectors are multiplied by int16 values of the query. To select
+  the best of items of one int8 vector for a batch, panels have one query per column instead.
+- The best items are selected while they are scored: chunks of scores, which stay in the L2 cache,
+  are compared with a lower bound per query (`select`).
 - Centroid codes index a table of the similarities of all centroids and query tokens. The table has
   one row per centroid, so that the maxima of an item are taken over whole rows without gathering.
   Its values are int16 with a scale per query token, which loses 2^-16 of the largest similarity.
@@ -39,6 +42,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from pipeline.compression.codecs import Codec
 from pipeline.compression.codecs.bits import Bits
@@ -67,11 +71,16 @@ MAX_PACKED_BYTES = 1 << 26
 TASK_PAIRS = 1 << 18
 #: Tasks per thread: with several, a preempted thread delays the others only briefly.
 TASKS = 8
+#: Forms of packed queries: any tokens; a row per query of one token; and panels of int16 of 32 of
+#: them, to select int8 documents of one vector. They pay from `MIN_PANEL` queries on.
+TOKENS, ROWS, PANELS = 0, 1, 2
+MIN_PANEL = 12
 
 #: Largest value of a table of similarities, and the smallest scale that is divided by.
 MAX_INT16, TINY = torch.iinfo(torch.int16).max, torch.finfo(torch.float32).tiny
 
 _pointer = ctypes.c_void_p
+_FOUND = np.dtype([("score", np.float32), ("document", np.int32)])
 
 
 class _QueriesArgument(ctypes.Structure):
@@ -95,6 +104,15 @@ class _Output(ctypes.Structure):
         return _Output(scores, self.stride, *pointers)
 
 
+class _Selection(ctypes.Structure):
+    _fields_ = [
+        *((name, _pointer) for name in ("limits", "found")),
+        ("stride", ctypes.c_int64),
+        ("counts", _pointer),
+        ("first", ctypes.c_int64),
+    ]
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
@@ -109,6 +127,11 @@ def _library() -> ctypes.CDLL | None:
                 ctypes.c_int64,
                 ctypes.POINTER(_QueriesArgument),
                 ctypes.POINTER(_Output),
+                ctypes.c_int,
+            ]
+            library.maxray_select.argtypes = [
+                *library.maxray_score.argtypes[:3],
+                ctypes.POINTER(_Selection),
                 ctypes.c_int,
             ]
             library.maxray_level()  # requests AMX tiles from the kernel for all threads
@@ -158,51 +181,96 @@ def score(
     scores do not depend on the batch.
     """
     documents = Documents.select(packed, rows)
-    has_one_token = query_lengths == 1
-    if documents.kind not in DENSE_KINDS or not has_one_token.any():
-        _score(query_MD, query_lengths, documents, out_QR, level, one_token=False)
-        return
-    if has_one_token.all():
-        _score(query_MD, query_lengths, documents, out_QR, level, one_token=True)
-        return
     query_of_M = torch.repeat_interleave(query_lengths)
-    for subset, one_token in ((has_one_token, True), (~has_one_token, False)):
-        part_qR = torch.empty(int(subset.sum()), out_QR.shape[1])
-        tokens_mD = query_MD[subset[query_of_M]]
-        _score(tokens_mD, query_lengths[subset], documents, part_qR, level, one_token=one_token)
-        out_QR[subset] = part_qR
+    for subset, form in _subsets(query_lengths, documents.kind):
+        is_all = len(subset) == len(query_lengths)
+        part_qR = out_QR if is_all else torch.empty(len(subset), out_QR.shape[1])
+        tokens_mD = query_MD if is_all else query_MD[torch.isin(query_of_M, subset)]
+        calls = _Calls(level)
+        for first, queries in calls.packs(tokens_mD, query_lengths[subset], documents, form):
+            address = part_qR.data_ptr() + 4 * first * part_qR.stride(0)
+            calls.score(documents, queries, _Output(address, part_qR.stride(0), None, None))
+        calls.run()
+        if not is_all:
+            out_QR[subset] = part_qR
 
 
-def _score(
-    query_MD: torch.Tensor,
-    query_lengths: torch.Tensor,
-    documents: Documents,
-    out_QR: torch.Tensor,
+def select(
+    queries: Sequence[torch.Tensor],
+    packed: PackedVectors,
+    rows: Sequence[torch.Tensor | None],
+    limits: np.ndarray,
     level: str,
-    *,
-    one_token: bool,
-) -> None:
-    """Writes the scores of queries that all have one token, or that are packed into panels."""
-    number = _level(documents.kind, level)
-    tasks: list[Callable[[], None]] = []
-    num_packed_bytes = 0
-    max_tokens = _max_tokens(documents.kind, number, query_MD.shape[1])
-    for first, bounds in _groups(query_lengths, max_tokens):
-        tokens_MD = query_MD[bounds[0] : bounds[-1]]
-        if one_token:
-            queries = _Queries.rows(tokens_MD, documents.kind)
-        else:
-            queries = _Queries.pack(
-                tokens_MD, documents.codec, documents.kind, number, bounds - bounds[0]
-            )
-        address = out_QR.data_ptr() + 4 * first * out_QR.stride(0)
-        output = _Output(address, out_QR.stride(0), None, None)
-        tasks += _tasks(documents, queries, output, number)
-        num_packed_bytes += queries.packed.nbytes
-        if num_packed_bytes >= MAX_PACKED_BYTES:
-            _run(tasks)
-            tasks, num_packed_bytes = [], 0
-    _run(tasks)
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Scores documents like `score`, and selects those whose scores reach the limit of a query.
+
+    The scores of the others are not written to memory.
+
+    Args:
+        queries: Q tensors (M, D) float32.
+        rows: Ascending indices (R,) of the documents to score, or None for all: one element for all
+            queries, or one per query.
+        limits: (Q,) float32, finite.
+
+    Returns:
+        Ascending indices (n,) int64 and scores (n,) float32 of the selected documents per query.
+    """
+    lengths = torch.tensor([len(query) for query in queries])
+    indices = torch.arange(len(queries)).split(1 if len(rows) > 1 else len(queries))
+    calls = _Calls(level, num_parts=len(rows))
+    results: list[tuple[torch.Tensor, _Selected]] = []
+    for index, part in zip(indices, rows, strict=True):
+        documents = Documents.select(packed, part)
+        if not len(documents):
+            continue
+        for subset, form in _subsets(lengths[index], documents.kind):
+            members = index[subset]
+            is_single = documents.kind == INT8 and documents.longest <= 1 and level != LEVELS[0]
+            if form == ROWS and is_single and len(members) >= MIN_PANEL:
+                form = PANELS
+            tokens_MD = torch.cat([queries[i] for i in members])
+            for first, packs in calls.packs(tokens_MD, lengths[members], documents, form):
+                part_members = members[first : first + len(packs.bounds) - 1]
+                selected = _Selected(limits[part_members.numpy()], len(documents), part)
+                calls.select(documents, packs, selected)
+                results.append((part_members, selected))
+    calls.run()
+    found = [(np.empty(0, np.int64), np.empty(0, np.float32))] * len(queries)
+    for members, selected in results:
+        for number, i in enumerate(members.tolist()):
+            found[i] = selected.of(number)
+    return found
+
+
+class _Selected:
+    """Memory of the documents that are selected for q queries.
+
+    It has space for all documents. The operating system provides the pages that are written.
+    """
+
+    def __init__(self, limits: np.ndarray, num_documents: int, rows: torch.Tensor | None):
+        padding = -len(limits) % 32  # for panels
+        self._limits, self._rows = np.pad(limits, (0, padding), constant_values=np.inf), rows
+        self._found = np.empty((len(limits), num_documents), _FOUND)
+        self._counts: dict[int, np.ndarray] = {}  # (q,) for each first document of a run
+
+    def argument(self, first: int) -> _Selection:
+        """Returns the argument of the library for the documents from `first` on."""
+        counts = self._counts[first] = np.empty(len(self._found), np.int64)
+        return _Selection(
+            limits=self._limits.ctypes.data,
+            found=self._found.ctypes.data + _FOUND.itemsize * first,
+            stride=self._found.shape[1],
+            counts=counts.ctypes.data,
+            first=first,
+        )
+
+    def of(self, query: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the indices and scores of the documents that are selected for a query."""
+        runs = (slice(first, first + self._counts[first][query]) for first in sorted(self._counts))
+        found = np.concatenate([self._found[query, run] for run in runs])
+        index = found["document"].astype(np.int64)
+        return index if self._rows is None else self._rows.numpy()[index], found["score"].copy()
 
 
 def best(
@@ -220,9 +288,19 @@ def best(
     queries = _Queries.pack(query_MD, documents.codec, documents.kind, number, bounds)
     best_RM = torch.empty(len(documents), len(query_MD))
     index_RM = torch.empty(best_RM.shape, dtype=torch.int32)
-    output = _Output(None, 0, best_RM.data_ptr(), index_RM.data_ptr())
-    _run(list(_tasks(documents, queries, output, number)))
+    calls = _Calls(level)
+    calls.score(documents, queries, _Output(None, 0, best_RM.data_ptr(), index_RM.data_ptr()))
+    calls.run()
     return best_RM, index_RM
+
+
+def _subsets(query_lengths: torch.Tensor, kind: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yields the indices of the queries of one token and those of the others, with their form."""
+    has_one_token = (query_lengths == 1) & (kind in DENSE_KINDS)
+    for form in (ROWS, TOKENS):
+        subset = torch.nonzero(has_one_token == (form == ROWS)).flatten()
+        if len(subset):
+            yield subset, form
 
 
 def _groups(query_lengths: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -245,7 +323,7 @@ class _Queries:
             centroid codes, and (256 P, tokens with padding) for product codes; or rows (Q, D) for
             queries of one token.
         bounds: (Q + 1,) int64, first token of each query.
-        one_token: Whether each query has one token, and `packed` contains rows.
+        form: `TOKENS`, or `ROWS` or `PANELS` of queries of one token.
         offsets: Projections of the tokens divided by their scales, for bits, else None.
     """
 
@@ -253,7 +331,7 @@ class _Queries:
     scales: torch.Tensor | None
     bounds: np.ndarray
     num_tokens: int
-    one_token: bool = False
+    form: int = TOKENS
     offsets: torch.Tensor | None = None
 
     def argument(self) -> _QueriesArgument:
@@ -265,20 +343,29 @@ class _Queries:
             count=len(self.bounds) - 1,
             tokens=self.num_tokens,
             padded=-(-self.num_tokens // 32) * 32,
-            one_token=self.one_token,
+            one_token=self.form,
         )
 
     @classmethod
-    def rows(cls, query_QD: torch.Tensor, kind: int) -> _Queries:
+    def rows(cls, query_QD: torch.Tensor, kind: int, form: int) -> _Queries:
+        """Packs queries of one token as rows, or as panels.
+
+        The scores of both forms are equal, because the products are exact.
+        """
         num_queries, dim = query_QD.shape
         bounds = np.arange(num_queries + 1)
         if kind != INT8:
-            return cls(query_QD.contiguous(), None, bounds, num_queries, one_token=True)
+            return cls(query_QD.contiguous(), None, bounds, num_queries, form)
         # The sum of the products with int8 values must not exceed 31 bits.
         largest = min(MAX_INT16, torch.iinfo(torch.int32).max // (128 * dim))
         scales = (query_QD.abs().amax(dim=1) / largest).clamp_min(TINY)
-        values = (query_QD / scales.unsqueeze(1)).round_().to(torch.int16)
-        return cls(values, scales, bounds, num_queries, one_token=True)
+        values = _round(query_QD / scales.unsqueeze(1)).to(torch.int16)
+        if form == ROWS:
+            return cls(values, scales, bounds, num_queries, ROWS)
+        padding = -num_queries % 32
+        padded_QD = functional.pad(values, (0, -dim % 64, 0, padding))
+        scales = functional.pad(scales, (0, padding))
+        return cls(_interleave_pairs(padded_QD), scales, bounds, num_queries, PANELS)
 
     @classmethod
     def pack(
@@ -299,8 +386,8 @@ class _Queries:
         if kind == INT8 and level >= LEVELS.index("avx2"):
             scales = padded.abs().amax(dim=1).div_(127)
             scales[scales == 0] = 1
-            values = (padded / scales[:, None]).round_().to(torch.int8)
-            return cls(_integer_panels(values, level), scales, bounds, num_tokens)
+            values = _round(padded / scales[:, None]).to(torch.int8)
+            return cls(_integer_panels(values, level, 128), scales, bounds, num_tokens)
         if level == LEVELS.index("amx"):
             # Decoded rows interleave two registers of 16 values, see `split` in body.h.
             is_exact = kind == FLOAT_KINDS[torch.bfloat16]
@@ -325,7 +412,7 @@ class _Queries:
         num_padded, width = -(-num_tokens // 32) * 32, -(-dim // 64) * 64
         per_byte = 8 // codec.spec.bits
         num_bytes = -(-dim // per_byte)
-        values_MD = torch.nn.functional.pad(query.values_QD, (0, num_bytes * per_byte - dim))
+        values_MD = functional.pad(query.values_QD, (0, num_bytes * per_byte - dim))
         planes_MD = values_MD.view(num_tokens, num_bytes, per_byte).transpose(1, 2).flatten(1)
         values = torch.zeros(num_padded, width, dtype=torch.int8)
         values[:num_tokens, : num_bytes * per_byte] = planes_MD
@@ -333,7 +420,7 @@ class _Queries:
         scales[:num_tokens] = query.scales_Q
         offsets[:num_tokens] = query.projections_Q / query.scales_Q
         if level >= LEVELS.index("avx2"):
-            panels = _integer_panels(values, level)
+            panels = _integer_panels(values, level, 2**codec.spec.bits - 1)
         else:
             panels = values.float().view(-1, 32, width).transpose(1, 2).contiguous()
         return cls(panels, scales, bounds, num_tokens, offsets=offsets)
@@ -352,7 +439,7 @@ class _Queries:
         scales = torch.zeros(num_padded)
         scales[:num_tokens] = largest_M / MAX_INT16
         table = torch.zeros(len(sim_CM), num_padded, dtype=torch.int16)
-        table[:, :num_tokens] = sim_CM.div_(scales[:num_tokens].clamp_min(TINY)).round_()
+        table[:, :num_tokens] = _round(sim_CM.div_(scales[:num_tokens].clamp_min(TINY)))
         return cls(table, scales, bounds, num_tokens)
 
     @classmethod
@@ -371,14 +458,31 @@ class _Queries:
         return cls.tabulate(rows_PCM.flatten(0, 1), bounds, largest_M)
 
 
-def _integer_panels(values_MD: torch.Tensor, level: int) -> torch.Tensor:
-    """Returns panels of int8 tokens, whose number is a multiple of 32."""
+def _integer_panels(values_MD: torch.Tensor, level: int, added: int) -> torch.Tensor:
+    """Returns panels of int8 tokens, whose number is a multiple of 32.
+
+    With AVX-512, `added` is the number by which the kernel makes the values of documents unsigned.
+    Its products with the tokens, which must be subtracted, follow the panels.
+    """
+    if level < LEVELS.index("avx512"):
+        return _interleave_pairs(values_MD.short())
     num_tokens, width = values_MD.shape
-    if level >= LEVELS.index("avx512"):
-        # Groups of four dimensions are interleaved over 16 tokens.
-        return values_MD.view(num_tokens // 32, 2, 16, width // 4, 4).transpose(2, 3).contiguous()
-    # Pairs of dimensions are interleaved over 32 tokens.
-    return values_MD.short().view(num_tokens // 32, 32, width // 2, 2).transpose(1, 2).contiguous()
+    # Groups of four dimensions are interleaved over 16 tokens.
+    panels = values_MD.view(num_tokens // 32, 2, 16, width // 4, 4).transpose(2, 3)
+    offsets = values_MD.sum(dim=1, dtype=torch.int32) * -added
+    return torch.cat([panels.flatten(), offsets.view(torch.int8)])
+
+
+def _interleave_pairs(values_MD: torch.Tensor) -> torch.Tensor:
+    """Interleaves pairs of dimensions over 32 tokens."""
+    num_tokens, width = values_MD.shape
+    return values_MD.view(num_tokens // 32, 32, width // 2, 2).transpose(1, 2).contiguous()
+
+
+def _round(values: torch.Tensor) -> torch.Tensor:
+    """Rounds in place, in the calling thread. Torch starts threads for 2,048 values."""
+    np.rint(values.numpy(), out=values.numpy())
+    return values
 
 
 def _max_tokens(kind: int, level: int, dim: int) -> int:
@@ -391,31 +495,83 @@ def _max_tokens(kind: int, level: int, dim: int) -> int:
     return max(QUERY_BYTES // (bytes_per_value * dim), 1)
 
 
-def _tasks(
-    documents: Documents, queries: _Queries, output: _Output, level: int
-) -> Iterator[Callable[[], None]]:
-    """Yields calls of the library, one per run of documents."""
-    library, num_threads = _library(), torch.get_num_threads()
-    if library is None:
-        raise RuntimeError("the MaxSim library is not built")
-    min_tokens = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
-    for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, min_tokens):
+class _Calls:
+    """Calls of the library for packs of queries and runs of documents, which threads execute.
 
-        def task(begin: int = begin, end: int = end) -> None:
+    Args:
+        num_parts: Number of selections of documents that are scored together. The documents of each
+            are divided into fewer runs.
+    """
+
+    def __init__(self, level: str, num_parts: int = 1):
+        library, self._num_threads = _library(), torch.get_num_threads()
+        if library is None:
+            raise RuntimeError("the MaxSim library is not built")
+        self._library, self._level = library, level
+        self._max_runs = -(-self._num_threads * TASKS // num_parts) if self._num_threads > 1 else 1
+        self._tasks: list[Callable[[], None]] = []
+        self._num_packed_bytes = 0
+
+    def packs(
+        self,
+        query_MD: torch.Tensor,
+        query_lengths: torch.Tensor,
+        documents: Documents,
+        form: int,
+    ) -> Iterator[tuple[int, _Queries]]:
+        """Yields packed queries of a form and the number of the first."""
+        number = _level(documents.kind, self._level)
+        max_tokens = _max_tokens(documents.kind, number, query_MD.shape[1])
+        for first, bounds in _groups(query_lengths, max_tokens):
+            tokens_MD = query_MD[bounds[0] : bounds[-1]]
+            if form != TOKENS:
+                queries = _Queries.rows(tokens_MD, documents.kind, form)
+            else:
+                queries = _Queries.pack(
+                    tokens_MD, documents.codec, documents.kind, number, bounds - bounds[0]
+                )
+            yield first, queries
+            self._num_packed_bytes += queries.packed.nbytes
+            if self._num_packed_bytes >= MAX_PACKED_BYTES:
+                self.run()
+
+    def score(self, documents: Documents, queries: _Queries, output: _Output) -> None:
+        """Adds calls that write scores or best tokens."""
+
+        def after(begin: int) -> _Output:
+            return output.after(begin, queries.num_tokens)
+
+        self._add(self._library.maxray_score, documents, queries, after)
+
+    def select(self, documents: Documents, queries: _Queries, selected: _Selected) -> None:
+        """Adds calls that select documents."""
+        self._add(self._library.maxray_select, documents, queries, selected.argument)
+
+    def _add(
+        self,
+        function: Callable[..., int],
+        documents: Documents,
+        queries: _Queries,
+        output: Callable[[int], ctypes.Structure],
+    ) -> None:
+        level = _level(documents.kind, self._level)
+        min_tokens = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
+
+        def task(begin: int, end: int) -> None:
             groups = documents.groups(begin, end)
-            run_output = output.after(begin, queries.num_tokens)
-            address = groups.ctypes.data
-            argument = queries.argument()
-            if library.maxray_score(address, len(groups), argument, run_output, level):
+            address, argument = groups.ctypes.data, queries.argument()
+            if function(address, len(groups), argument, output(begin), level):
                 raise MemoryError("failed to allocate working memory for MaxSim")
 
-        yield task
+        self._tasks += [
+            functools.partial(task, *run) for run in documents.runs(self._max_runs, min_tokens)
+        ]
 
-
-def _run(tasks: Sequence[Callable[[], None]]) -> None:
-    num_threads = torch.get_num_threads()
-    if num_threads == 1 or len(tasks) == 1:
-        for task in tasks:
-            task()
-    else:
-        list(_threads(num_threads, os.getpid()).map(lambda task: task(), tasks))
+    def run(self) -> None:
+        """Executes the calls that were added."""
+        tasks, self._tasks, self._num_packed_bytes = self._tasks, [], 0
+        if self._num_threads == 1 or len(tasks) == 1:
+            for task in tasks:
+                task()
+        else:
+            list(_threads(self._num_threads, os.getpid()).map(lambda task: task(), tasks))

@@ -173,6 +173,18 @@ static inline void load_factors(const Documents& docs, Block& block) {
     decode_half(docs.projections + block.first, block.rows, block.projections);
     block.scales = block.scale_buffer;
 }
+#if LEVEL >= AVX512
+// Number of blocks after which contiguous rows are prefetched.
+constexpr int BLOCKS_AHEAD = LEVEL >= AMX ? 8 : 2;
+
+// Rows of a later block are prefetched a few cache lines at a time during the products, because
+// prefetching them at once would delay the loads of the current block. Prefetching past the end of
+// the memory has no effect.
+static inline void prefetch_lines(const char*& ahead, int count) {
+    if (!ahead) return;
+    for (int line = 0; line < count; ++line, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
+}
+#endif
 
 #if LEVEL >= AMX
 // Splits the values of two registers into pairs of bfloat16, x = high + low, and interleaves the
@@ -245,16 +257,6 @@ static inline void store_products(int rows, float* out) {
     }
 }
 
-// Rows of a later block are prefetched a few cache lines at a time during tile operations, because
-// prefetching them at once would delay the loads of the current block. Prefetching past the end of
-// the memory has no effect.
-constexpr int INT8_BLOCKS_AHEAD = 8;
-
-static inline void prefetch_lines(const char*& ahead) {
-    if (!ahead) return;
-    for (int line = 0; line < 8; ++line, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
-}
-
 static inline void multiply_int8(
     const Block& block, const int8_t* panel, int steps, const char* ahead) {
     const bool two = block.rows > 16;
@@ -271,14 +273,14 @@ static inline void multiply_int8(
         _tile_loadd(6, panel + k * 1024, 64);
         _tile_loadd(7, panel2 + k * 1024, 64);
         _tile_dpbssd(0, 4, 6);
-        prefetch_lines(ahead);
+        prefetch_lines(ahead, 8);
         _tile_dpbssd(1, 4, 7);
-        prefetch_lines(ahead);
+        prefetch_lines(ahead, 8);
         if (two) {
             _tile_loadd(5, a2 + k * 64, block.stride);
-            prefetch_lines(ahead);
+            prefetch_lines(ahead, 8);
             _tile_dpbssd(2, 5, 6);
-            prefetch_lines(ahead);
+            prefetch_lines(ahead, 8);
             _tile_dpbssd(3, 5, 7);
         }
     }
@@ -327,80 +329,83 @@ static inline void multiply_pairs(
     }
 }
 #elif LEVEL >= AVX512
-// The instruction requires one unsigned operand. 128 is added to the query bytes, and 128 times the
-// sum of each row is subtracted from the result. Rows of bits are unsigned, see `expand`: `top` times
-// the sums of the query tokens are subtracted, which takes two thirds of the time.
-template <bool UNSIGNED>
-static inline void multiply_int8(
-    const Block& block, const int8_t* panel, int steps, int top, float* out) {
+// The instruction requires one unsigned operand, so rows are unsigned: 128 is added to those of int8,
+// and those of bits are 2 code (`expand`). `offsets` are the products with what was added, negated.
+static inline void multiply_int8(const Block& block, const int8_t* panel, const int32_t* offsets,
+                                 int steps, const char* ahead, float* out) {
     const int words = steps * 16;
-    const int8_t* panel2 = panel + steps * 1024;
-    __m512i first[2] = {};
-    for (int k = 0; UNSIGNED && k < words; ++k)
-        for (int half = 0; half < 2; ++half)
-            first[half] = _mm512_dpbusd_epi32(first[half], _mm512_set1_epi8(char(top)),
-                                              _mm512_loadu_si512((half ? panel2 : panel) + k * 64));
-    for (int half = 0; half < 2; ++half)
-        first[half] = _mm512_sub_epi32(_mm512_setzero_si512(), first[half]);
     for (int r = 0; r < block.rows; r += 4) {
-        __m512i sums[4][2], bias[4];
+        __m512i sums[4][2];
         for (int i = 0; i < 4; ++i)
-            sums[i][0] = first[0], sums[i][1] = first[1], bias[i] = _mm512_setzero_si512();
+            for (int half = 0; half < 2; ++half)
+                sums[i][half] = _mm512_loadu_si512(offsets + half * 16);
         for (int k = 0; k < words; ++k) {
+            if (k % 4 == 0) prefetch_lines(ahead, 1);
             const __m512i q0 = _mm512_loadu_si512(panel + k * 64);
-            const __m512i q1 = _mm512_loadu_si512(panel2 + k * 64);
-            const __m512i offset = _mm512_set1_epi8(char(128));
+            const __m512i q1 = _mm512_loadu_si512(panel + steps * 1024 + k * 64);
             for (int i = 0; i < 4; ++i) {
                 int32_t four;
                 memcpy(&four, block.bytes + (r + i) * block.stride + k * 4, 4);
                 const __m512i doc = _mm512_set1_epi32(four);
-                if (UNSIGNED) {
-                    sums[i][0] = _mm512_dpbusd_epi32(sums[i][0], doc, q0);
-                    sums[i][1] = _mm512_dpbusd_epi32(sums[i][1], doc, q1);
-                    continue;
-                }
-                sums[i][0] = _mm512_dpbusd_epi32(sums[i][0], _mm512_xor_si512(q0, offset), doc);
-                sums[i][1] = _mm512_dpbusd_epi32(sums[i][1], _mm512_xor_si512(q1, offset), doc);
-                bias[i] = _mm512_dpbusd_epi32(bias[i], offset, doc);
+                sums[i][0] = _mm512_dpbusd_epi32(sums[i][0], doc, q0);
+                sums[i][1] = _mm512_dpbusd_epi32(sums[i][1], doc, q1);
             }
         }
         for (int i = 0; i < 4; ++i)
             for (int half = 0; half < 2; ++half)
-                _mm512_storeu_si512(
-                    out + (r + i) * 32 + half * 16, _mm512_sub_epi32(sums[i][half], bias[i]));
+                _mm512_storeu_si512(out + (r + i) * 32 + half * 16, sums[i][half]);
+    }
+}
+
+// Copies a row and adds 128 to its bytes. Those beyond the last dimension are arbitrary, because
+// the query is zero there.
+static inline void offset_int8(const int8_t* in, int dim, int8_t* out) {
+    const __m512i offset = _mm512_set1_epi8(char(128));
+    for (int d = 0; d < dim; d += 64) {
+        const __mmask64 mask = dim - d < 64 ? (1ull << (dim - d)) - 1 : ~0ull;
+        _mm512_store_si512(out + d, _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, in + d), offset));
     }
 }
 #endif
 
-#if LEVEL == AVX2
-// Widens int8 rows to int16 with stride `width`; values beyond the last dimension are zero.
-static void widen_int8(const Documents& docs, const Block& block, Scratch& s) {
-    for (int r = 0; r < block.rows; ++r) {
-        const int8_t* in = (const int8_t*)docs.values + (block.first + r) * docs.row_bytes;
-        int16_t* out = (int16_t*)s.floats + r * s.width;
-        int d = 0;
-        for (; d + 16 <= docs.dim; d += 16)
-            _mm256_store_si256(
-                (__m256i*)(out + d), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(in + d))));
-        for (; d < docs.dim; ++d) out[d] = in[d];
-    }
+#if LEVEL >= AVX2
+// Widens an int8 row to int16.
+static inline void widen_int8(const int8_t* in, int dim, int16_t* out) {
+    int d = 0;
+#if LEVEL >= AVX512
+    for (; d + 32 <= dim; d += 32)
+        _mm512_store_si512(
+            out + d, _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(in + d))));
+#else
+    for (; d + 16 <= dim; d += 16)
+        _mm256_store_si256(
+            (__m256i*)(out + d), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(in + d))));
+#endif
+    for (; d < dim; ++d) out[d] = in[d];
 }
 
-// Pairs of dimensions are multiplied at once: an item of 32 vectors of 128 dimensions takes 2.8 us
-// for 32 query tokens, and 4.8 us with float32. The sums of two rows occupy half of the registers.
-static inline void multiply_int8(const Scratch& s, int num_rows, const int16_t* panel, float* out) {
+// Multiplies rows that were widened to int16 with stride `width`. Pairs of dimensions are multiplied
+// at once: with AVX2, an item of 32 vectors of 128 dimensions takes 2.8 us for 32 query tokens, and
+// 4.8 us with float32. The sums of the rows of a step occupy half of the registers.
+static inline void multiply_int16(const Scratch& s, int num_rows, const int16_t* panel, float* out) {
+    constexpr int ROWS = LEVEL >= AVX512 ? 4 : 2;
     const int16_t* rows = (const int16_t*)s.floats;
-    for (int r = 0; r < num_rows; r += 2) {
-        __m256i sums[2][4] = {};
+    for (int r = 0; r < num_rows; r += ROWS) {
+        integers sums[ROWS][PARTS] = {};
         for (int d = 0; d < s.width; d += 2) {
-            const __m256i* query = (const __m256i*)(panel + d * 32);
-            for (int i = 0; i < 2; ++i) {
+            const integers* query = (const integers*)(panel + d * 32);
+            for (int i = 0; i < ROWS; ++i) {
                 int32_t pair;
                 memcpy(&pair, rows + (r + i) * s.width + d, 4);
-                const __m256i x = _mm256_set1_epi32(pair);
-                for (int p = 0; p < 4; ++p)
-                    sums[i][p] = _mm256_add_epi32(
-                        sums[i][p], _mm256_madd_epi16(x, _mm256_loadu_si256(query + p)));
+                const integers x = integers{} + pair;
+                for (int p = 0; p < PARTS; ++p)
+#if LEVEL >= AVX512
+                    sums[i][p] = (integers)_mm512_dpwssd_epi32(
+                        (__m512i)sums[i][p], (__m512i)x, _mm512_loadu_si512(query + p));
+#else
+                    sums[i][p] += (integers)_mm256_madd_epi16(
+                        (__m256i)x, _mm256_loadu_si256((const __m256i*)query + p));
+#endif
             }
         }
         memcpy(out + r * 32, sums, sizeof(sums));
@@ -573,25 +578,29 @@ static bool fill_block(const Documents& docs, const Queries& queries, const Outp
     return true;
 }
 
-// Prefetches the rows of a later block, because the memory latency exceeds the time per block.
-static void prefetch(const Documents& docs, const Block& block) {
-    int64_t row = block.first + 2 * 32;
+// Returns the address of the rows of a later block: the memory latency exceeds the time per block.
+static const char* rows_ahead(const Documents& docs, const Block& block, int blocks) {
+    int64_t row = block.first + blocks * 32;
     // The documents of a selection are not contiguous.
     const int64_t next = block.next, later = next + 1;
     if (!block.done_rows && later < docs.count && docs.starts[next] != block.first + block.rows)
         row = docs.starts[later];
-    const char* from = (const char*)docs.values + row * docs.row_bytes;
-    const int64_t size = std::min<int64_t>(32, docs.total - row) * docs.row_bytes;
+    if (docs.kind == INT8) {
+        __builtin_prefetch(docs.scales + row);
+        __builtin_prefetch(docs.scales + row + 16);
+    }
+    return (const char*)docs.values + row * docs.row_bytes;
+}
+
+static void prefetch(const Documents& docs, const Block& block) {
+    const char* from = rows_ahead(docs, block, 2);
+    const int64_t size = std::min<int64_t>(32, docs.total) * docs.row_bytes;
     for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(from + at);
 }
 
 // Decodes the rows of a block into the format of the `multiply_*` functions.
 static void prepare(const Documents& docs, Scratch& s, Block& block) {
-#if LEVEL < AMX
-    prefetch(docs, block);
-#else
-    if (docs.kind != INT8) prefetch(docs, block);
-#endif
+    if (LEVEL < AVX512 || docs.kind != INT8) prefetch(docs, block);
 #if LEVEL >= AVX2
     if (docs.kind == BITS) {
         typedef std::conditional_t<LEVEL == AVX2, int16_t,
@@ -609,13 +618,18 @@ static void prepare(const Documents& docs, Scratch& s, Block& block) {
         block.bytes = (const int8_t*)docs.values + block.first * docs.row_bytes;
         block.stride = docs.row_bytes;
         block.scales = docs.scales + block.first;
-        // The product reads 32 rows, each rounded up to a multiple of 64 bytes.
+        // The tile product reads 32 rows, each rounded up to a multiple of 64 bytes.
         const int64_t overread = (s.width + docs.row_bytes - 1) / docs.row_bytes;
-        if (block.first + 32 + overread > docs.total) {
+        if (LEVEL == AVX512 || block.first + 32 + overread > docs.total) {
             int8_t* copy = (int8_t*)s.floats;
-            memset(copy, 0, 32 * s.width);
-            for (int r = 0; r < block.rows; ++r)
-                memcpy(copy + r * s.width, block.bytes + r * block.stride, docs.dim);
+            for (int r = 0; r < block.rows; ++r) {
+                const int8_t* row = block.bytes + r * block.stride;
+#if LEVEL == AVX512
+                offset_int8(row, docs.dim, copy + r * s.width);
+#else
+                memcpy(copy + r * s.width, row, docs.dim);
+#endif
+            }
             block.bytes = copy;
             block.stride = s.width;
         }
@@ -623,7 +637,9 @@ static void prepare(const Documents& docs, Scratch& s, Block& block) {
     }
 #elif LEVEL >= AVX2
     if (docs.kind == INT8) {
-        widen_int8(docs, block, s);
+        for (int r = 0; r < block.rows; ++r)
+            widen_int8((const int8_t*)docs.values + (block.first + r) * docs.row_bytes, docs.dim,
+                       (int16_t*)s.floats + r * s.width);
         block.scales = docs.scales + block.first;
         return;
     }
@@ -660,9 +676,8 @@ static void score_as(
         if (!fill_block(docs, queries, output, document, done_rows, block)) break;
         document = block.next, done_rows = block.done_rows;
         prepare(docs, s, block);
-#if LEVEL >= AMX
-        const char* ahead =
-            (const char*)docs.values + (block.first + INT8_BLOCKS_AHEAD * 32) * docs.row_bytes;
+#if LEVEL >= AVX512
+        const char* ahead = rows_ahead(docs, block, BLOCKS_AHEAD);
 #endif
         if (num_panels == 0) finish<ARGMAX>(docs, queries, output, block, s);
         for (int64_t panel = 0; panel < num_panels; ++panel) {
@@ -680,16 +695,15 @@ static void score_as(
 #else
             take_pending();
 #if LEVEL >= AVX512
-            if (INTEGERS) {
-                const int8_t* packed = (const int8_t*)queries.packed + offset;
-                if (docs.kind == BITS)
-                    multiply_int8<true>(block, packed, s.width / 64, (1 << docs.bits) - 1, s.products);
-                else
-                    multiply_int8<false>(block, packed, s.width / 64, 0, s.products);
-            }
+            if (INTEGERS)
+                multiply_int8(block, (const int8_t*)queries.packed + offset,
+                              (const int32_t*)((const int8_t*)queries.packed + padded * s.width) +
+                                  panel * 32,
+                              s.width / 64, panel || docs.kind != INT8 ? nullptr : ahead,
+                              s.products);
 #elif LEVEL >= AVX2
             if (INTEGERS)
-                multiply_int8(s, block.rows, (const int16_t*)queries.packed + offset, s.products);
+                multiply_int16(s, block.rows, (const int16_t*)queries.packed + offset, s.products);
 #endif
             if (!INTEGERS)
                 multiply_float(s, block.rows, (const float*)queries.packed + offset, s.products);
@@ -909,6 +923,49 @@ static void score_one_token(const Documents& docs, const Queries& queries, const
         default: return score_one_token<int8_t, int16_t>(docs, queries, output);
     }
 }
+
+#if LEVEL >= AVX2
+// Selects int8 documents of at most one vector for queries of one token. 32 documents are multiplied
+// by panels of 32 queries. `first` is the number of the first document.
+static void select_one_vector(const Documents& docs, const Queries& queries,
+                              const Selection& selection, int64_t first, Scratch& s) {
+    for (int64_t from = 0; from < docs.count; from += 32) {
+        const int count = int(std::min<int64_t>(32, docs.count - from));
+        for (int r = 0; r < count; ++r) {
+            const int64_t document = from + r, start = docs.starts[document];
+            if (docs.lengths[document] > 0)
+                widen_int8((const int8_t*)docs.values + start * docs.row_bytes, docs.dim,
+                           (int16_t*)s.floats + r * s.width);
+        }
+        for (int64_t panel = 0; panel < queries.padded; panel += 32) {
+            multiply_int16(s, count, (const int16_t*)queries.packed + panel * s.width, s.products);
+            for (int r = 0; r < count; ++r) {
+                if (docs.lengths[from + r] == 0) continue;
+                const floats scale = splat(docs.scales[docs.starts[from + r]]);
+                for (int p = 0; p < PARTS; ++p) {
+                    const int64_t query = panel + p * LANES;
+                    const integers products = *(const integers*)(s.products + r * 32 + p * LANES);
+                    const floats x = __builtin_convertvector(products, floats) * scale *
+                                     load(queries.scales + query);
+#if LEVEL >= AVX512
+                    uint32_t mask = _mm512_cmp_ps_mask(
+                        (__m512)x, (__m512)load(selection.limits + query), _CMP_GE_OQ);
+#else
+                    uint32_t mask = _mm256_movemask_ps(_mm256_cmp_ps(
+                        (__m256)x, (__m256)load(selection.limits + query), _CMP_GE_OQ));
+#endif
+                    for (; mask; mask &= mask - 1) {
+                        const int lane = __builtin_ctz(mask);
+                        const int64_t at = (query + lane) * selection.stride +
+                                           selection.counts[query + lane]++;
+                        selection.found[at] = {x[lane], int32_t(first + from + r)};
+                    }
+                }
+            }
+        }
+    }
+}
+#endif
 
 template <bool ARGMAX>
 static void score(const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {

@@ -68,6 +68,7 @@ class _Layout:
         starts: (B,) int64, index of the first vector of each item in its segment.
         lengths: (B,) int64, number of vectors per item.
         ends: (B,) int64, number of vectors up to and including those of each item.
+        longest: Maximum number of vectors per item.
     """
 
     kind: int
@@ -76,6 +77,7 @@ class _Layout:
     starts: np.ndarray
     lengths: np.ndarray
     ends: np.ndarray
+    longest: int
 
     @classmethod
     def of(cls, packed: PackedVectors) -> _Layout:
@@ -100,6 +102,7 @@ class _Layout:
                 torch.cat(starts).numpy(),
                 lengths,
                 lengths.cumsum(),
+                int(lengths.max(initial=0)),
             )
         return _layouts[packed]
 
@@ -135,9 +138,11 @@ class Documents:
         starts: (R,) int64, index of the first vector of each document in its segment.
         lengths: (R,) int64, number of vectors per document.
         ends: (R,) int64, number of vectors up to and including those of each document.
+        longest: Maximum number of vectors per document, including those that are not selected.
     """
 
     kind: int
+    longest: int
     segments: list[Segment]
     starts: np.ndarray
     lengths: np.ndarray
@@ -157,7 +162,8 @@ class Documents:
         is_used = np.diff(bounds) > 0
         segments = [packed.segments[i] for i in np.flatnonzero(is_used)]
         bounds = np.append(bounds[:-1][is_used], len(starts))
-        return cls(layout.kind, segments, starts, lengths, ends, layout.groups[is_used], bounds)
+        groups = layout.groups[is_used]
+        return cls(layout.kind, layout.longest, segments, starts, lengths, ends, groups, bounds)
 
     def __len__(self) -> int:
         return len(self.lengths)

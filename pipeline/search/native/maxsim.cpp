@@ -12,6 +12,7 @@
 #include <new>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #define GENERIC 0
 #define AVX2 1
@@ -30,9 +31,11 @@
 #include <unistd.h>
 #endif
 
+enum OneToken { ROWS_OF_QUERIES = 1, PANELS };
 enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BITS, RESIDUAL, CODES, PRODUCT };
 
-// Arguments; they mirror the ctypes structures `_DocumentsArgument`, `_QueriesArgument`, `_Output`.
+// Arguments; they mirror `_GROUP` and the ctypes structures `_QueriesArgument`, `_Output` and
+// `_Selection`.
 struct Documents {
     int32_t kind, dim;
     int64_t row_bytes, total;   // bytes per vector; number of vectors in memory
@@ -52,18 +55,31 @@ struct Queries {
     const void* packed;     // panels of 32 tokens, in the layout for the level and the kind;
                             // codes: int16 similarities (centroids, padded);
                             // product: int16 similarities (sub-vectors, 256, padded);
-                            // one token per query: rows of int16 for int8 vectors, else of float32
+                            // one token per query: rows of int16 for int8 vectors, else of
+                            // float32; or panels of int16
     const float* scales;    // int8, bits, codes and product: scale per token
     const float* offsets;   // bits: factor of the projections per token
     const int64_t* bounds;  // first token of each query, then the number of tokens
     int64_t count, tokens, padded;  // number of queries, of tokens, and of tokens with padding
-    int64_t one_token;              // whether each query has one token, and rows are not panels
+    int64_t one_token;              // 0, or form of queries of one token: rows, or panels of int16
+                                    // to select int8 documents of at most one vector
 };
 struct Output {
     float* scores;   // (queries, stride), or null
     int64_t stride;
     float* best;     // (documents, tokens) similarities, or null
     int32_t* index;  // (documents, tokens) indices of the best tokens in the document, or null
+};
+struct Found {
+    float score;
+    int32_t document;
+};
+struct Selection {      // documents whose scores reach the limits, in ascending order
+    const float* limits;  // limit per query, finite; panels: infinite for padding
+    Found* found;         // (queries, stride)
+    int64_t stride;
+    int64_t* counts;      // number of selected documents per query
+    int64_t first;        // number of the first document
 };
 
 namespace {
@@ -180,6 +196,20 @@ void score(const Documents& docs, const Queries& queries, const Output& output, 
     (argmax ? generic::score<true> : generic::score<false>)(docs, queries, output, scratch);
 }
 
+// Number of documents that are scored before their scores are compared with the limits. The scores
+// of 32 queries then stay in the L2 cache.
+constexpr int64_t CHUNK = 1024;
+
+// Appends the scores that reach the limit. Without a branch, since a few percent of them do.
+int64_t append(const float* scores, int64_t count, float limit, int64_t first, Found* found) {
+    int64_t num = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        found[num] = {scores[i], int32_t(first + i)};
+        num += scores[i] >= limit;
+    }
+    return num;
+}
+
 }  // namespace
 
 #if defined(_WIN32)
@@ -207,6 +237,44 @@ EXPORT int maxray_score(const Documents* groups, int64_t num_groups, const Queri
             score(*docs, *queries, rest, scratch, argmax, level);
             if (rest.scores) rest.scores += docs->count;
             if (argmax) rest.best += docs->count * queries->tokens, rest.index += docs->count * queries->tokens;
+        }
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+// Scores groups of documents like `maxray_score`, and selects those whose scores reach the limits.
+// The selection has space for all documents.
+EXPORT int maxray_select(const Documents* groups, int64_t num_groups, const Queries* queries,
+                         const Selection* selection, int level) {
+    const int64_t count = queries->count, stride = selection->stride;
+    std::fill_n(selection->counts, count, 0);
+    if (num_groups == 0) return 0;
+    try {
+        Scratch scratch(groups->dim, queries->padded, false);
+        std::vector<float> scores(count * CHUNK);
+        int64_t first = selection->first;
+        for (const Documents* docs = groups; docs < groups + num_groups; ++docs) {
+#if X86
+            if (queries->one_token == PANELS) {
+                (level == AVX2 ? avx2::select_one_vector : avx512::select_one_vector)(
+                    *docs, *queries, *selection, first, scratch);
+                first += docs->count;
+                continue;
+            }
+#endif
+            Documents chunk = *docs;
+            for (int64_t from = 0; from < docs->count; from += CHUNK, first += chunk.count) {
+                chunk.starts = docs->starts + from, chunk.lengths = docs->lengths + from;
+                chunk.count = std::min(CHUNK, docs->count - from);
+                score(chunk, *queries, {scores.data(), CHUNK, nullptr, nullptr}, scratch, false, level);
+                for (int64_t q = 0; q < count; ++q) {
+                    int64_t& num = selection->counts[q];
+                    num += append(scores.data() + q * CHUNK, chunk.count, selection->limits[q],
+                                  first, selection->found + q * stride + num);
+                }
+            }
         }
         return 0;
     } catch (const std::bad_alloc&) {

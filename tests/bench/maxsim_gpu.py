@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import jobs
+from pipeline.compression.codecs.bits import Bits
 from pipeline.compression.codecs.int8 import Int8
 from pipeline.config import SpecError
 from pipeline.search.maxsim import backends, maxsim
@@ -30,7 +32,9 @@ IMAGES, IMAGE_TOKENS, QUERIES, QUERY_TOKENS, TOP_K = 1000, 64, 5000, 20, 10
 EINSUM_QUERIES = 250
 #: Maximum fraction of the free memory for documents.
 MEMORY_SHARE = 0.7
-TYPES = {"float16": torch.float16, "int8": torch.int8}
+#: Data types of the vectors. The codec `bits`, with one bit per dimension, multiplies int8 numbers.
+TYPES = {"float16": torch.float16, "int8": torch.int8, "bits": torch.uint8}
+PRODUCTS = {"float16": "float16", "int8": "int8", "bits": "int8"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -84,7 +88,8 @@ def measure(
     before = peaks(repeats)
     scoring = []
     for name, dtype in TYPES.items():
-        size = min(num_docs, most_documents(num_tokens * (dim * dtype.itemsize + 4)))
+        width = dim // 8 if dtype == torch.uint8 else dim * dtype.itemsize
+        size = min(num_docs, most_documents(num_tokens * (width + 4)))
         packed = documents(dtype, size, num_tokens, dim)
         for num_queries in query_counts:
             asked = queries(packed, num_queries, query_tokens)
@@ -134,7 +139,7 @@ def report(bench: Bench, figures: dict[str, Any]) -> None:
                 run["backend"],
                 scaled(run["seconds"], 1e3),
                 f"{run['bytes'] / time / peak['copy']:.0%}",
-                f"{run['operations'] / time / peak[run['type']]:.0%}",
+                f"{run['operations'] / time / peak[PRODUCTS[run['type']]]:.0%}",
                 f"{run['off']:.0e}",
             ]
         )
@@ -222,6 +227,14 @@ def documents(dtype: torch.dtype, num_docs: int, num_tokens: int, dim: int) -> P
         scales = torch.full((shape[0], 1), 1 / (73 * dim**0.5), device="cuda")
         parts = {"values": values, "scales": scales}
         return PackedVectors([Segment(Int8(Int8.Spec()), dim, parts, lengths)])
+    if dtype == torch.uint8:
+        codec = Bits(Bits.Spec(), Bits.fit(Bits.Spec(), np.ones((1, dim), np.float32)))
+        parts = {
+            "bits": torch.empty(shape[0], dim // 8, dtype=dtype, device="cuda").random_(0, 256),
+            "scales": torch.full((shape[0], 1), dim**-0.5, dtype=torch.float16, device="cuda"),
+            "projections": torch.zeros(shape[0], 1, dtype=torch.float16, device="cuda"),
+        }
+        return PackedVectors([Segment(codec, dim, parts, lengths)])
     values = torch.empty(shape, dtype=dtype, device="cuda").normal_(0, dim**-0.5)
     return PackedVectors.from_values(values, lengths)
 

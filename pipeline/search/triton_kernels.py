@@ -227,7 +227,7 @@ def _kernel(
     Args:
         queries: (2 if PAIR else 1, panels x M, BLOCK_D x NUM_BLOCKS), 0 beyond D.
         query_scales: (panels x M) float32.
-        query_offsets: (panels x M) float32, factors of the projections, read for bits.
+        query_offsets: (panels x M) float32, read for bits.
         quad_queries: (panels x M / 4) int32, query of each group of four tokens, as an index in
             the panel.
         panel_queries: (panels, 16) int32, row in `out` per query of a panel, or -1 for none.
@@ -357,11 +357,7 @@ class _Panels:
 
     @classmethod
     def pack(
-        cls,
-        query_MD: torch.Tensor,
-        pieces: tuple[np.ndarray, ...],
-        layout: _Layout,
-        codec: Codec,
+        cls, query_MD: torch.Tensor, pieces: tuple[np.ndarray, ...], layout: _Layout
     ) -> _Panels:
         """Packs chunks, given as score row, first token and number of tokens (P,) int64 each."""
         rows_P, firsts_P, counts_P = pieces
@@ -387,7 +383,7 @@ class _Panels:
         )
         rows_MD = torch.zeros(len(per_panel) * size, query_MD.shape[1], device=device)
         rows_MD[target] = query_MD[source]
-        tokens, scales, offsets = layout.quantise(rows_MD, codec)
+        tokens, scales, offsets = layout.quantise(rows_MD)
         return cls(
             tokens,
             scales,
@@ -411,6 +407,7 @@ def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Layout:
+    codec: Codec
     kind: int
     dim: int
     dtype: torch.dtype
@@ -422,9 +419,7 @@ class _Layout:
     @classmethod
     def choose(cls, segment: Segment, num_tokens: int) -> _Layout:
         kind, values = _kind(segment), _values(segment)
-        dtype = values.dtype if kind in (_NUMBERS, _INT8) else torch.float16
-        if kind == _BITS:
-            dtype = torch.int8
+        dtype = {_BITS: torch.int8, _RESIDUAL: torch.float16}.get(kind, values.dtype)
         decoded = kind in (_BITS, _RESIDUAL)
         padded = max(triton.next_power_of_2(segment.dim), 32)
         # The queries of a program stay in shared memory if they fit.
@@ -434,19 +429,17 @@ class _Layout:
         panel = min(max(triton.next_power_of_2(num_tokens), 64), max_panel)
         tile = 64 if decoded or panel == 256 or dtype == torch.float32 else 128
         num_blocks = -(-segment.dim // block)
-        return cls(kind, segment.dim, dtype, panel, tile, block, num_blocks)
+        return cls(segment.codec, kind, segment.dim, dtype, panel, tile, block, num_blocks)
 
-    def quantise(
-        self, rows_MD: torch.Tensor, codec: Codec
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def quantise(self, rows_MD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Converts query tokens (M, D) float32.
 
         Returns:
             Values (1 or 2, M, width), scales (M,) and offsets (M,), which are 0 except for bits.
         """
         padding = self.block * self.num_blocks - self.dim
-        if isinstance(codec, Bits):
-            query = codec.split_queries(rows_MD)
+        if isinstance(self.codec, Bits):
+            query = self.codec.split_queries(rows_MD)
             values_MD = torch.nn.functional.pad(query.values_QD, (0, padding)).to(self.dtype)
             return values_MD.unsqueeze(0), query.scales_Q, query.projections_Q / query.scales_Q
         rows_MD = torch.nn.functional.pad(rows_MD, (0, padding))
@@ -511,15 +504,13 @@ def score(
         last = first + (len(segment.lengths) if documents is None else len(documents))
         layout = _Layout.choose(segment, aligned)
         if layout not in launches:
-            launches[layout] = _pack(query_MD, counts, layout, segment.codec)
+            launches[layout] = _pack(query_MD, counts, layout)
         for i, panels in enumerate(launches[layout]):
             _launch(panels, layout, segment, documents, out_QB[:, first:last], add=i > 0)
         first = last
 
 
-def _pack(
-    query_MD: torch.Tensor, counts: list[int], layout: _Layout, codec: Codec
-) -> list[_Panels]:
+def _pack(query_MD: torch.Tensor, counts: list[int], layout: _Layout) -> list[_Panels]:
     """Packs queries into panels, one element per launch.
 
     A launch has the next piece, of at most a panel, of each query that has one left.
@@ -529,7 +520,7 @@ def _pack(
     launches = []
     while len(rows_P):
         current_P = np.minimum(counts_P, layout.panel)
-        launches.append(_Panels.pack(query_MD, (rows_P, firsts_P, current_P), layout, codec))
+        launches.append(_Panels.pack(query_MD, (rows_P, firsts_P, current_P), layout))
         is_longer_P = counts_P > layout.panel
         rows_P = rows_P[is_longer_P]
         firsts_P = firsts_P[is_longer_P] + layout.panel
@@ -559,8 +550,7 @@ def best(
         layout = _Layout.choose(segment, num_tokens)
         firsts_P = np.arange(0, num_tokens, layout.panel)
         counts_P = np.minimum(num_tokens - firsts_P, layout.panel)
-        pieces = np.zeros_like(firsts_P), firsts_P, counts_P
-        panels = _Panels.pack(query_MD, pieces, layout, segment.codec)
+        panels = _Panels.pack(query_MD, (np.zeros_like(firsts_P), firsts_P, counts_P), layout)
         outputs = best_RM[first:last], index_RM[first:last]
         _launch(panels, layout, segment, documents, *outputs)
     return best_RM, index_RM

@@ -8,8 +8,8 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 50_177,
-    "lines of code outside unit tests": 64_237,
+    "lines of code in pipeline/ and jobs/": 50_171,
+    "lines of code outside unit tests": 64_231,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 7,

@@ -29,6 +29,9 @@ BLOCK_BYTES = 8 << 20
 #: Number of sampled documents whose scores bound those of the best ones, and minimum number of
 #: documents per sampled one.
 SAMPLE, MIN_STEP = 4096, 16
+#: Minimum number of queries of a sample. For one query of 300,000 items of one vector, the sample
+#: takes a millisecond longer than writing all scores.
+MIN_BATCH = 4
 #: Smallest finite score.
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -162,70 +165,63 @@ def best_scores(
         return []
     kernels, level = _backend(backend, packed)
     _concatenate(queries, packed)
+    is_shared = rows is None or isinstance(rows, torch.Tensor)
+    parts: list[torch.Tensor | None] = [rows] if is_shared else list(rows)  # type: ignore[arg-type, list-item]
+    if kernels is not native or (is_shared and len(queries) < MIN_BATCH):
+        return list(_best_scores(queries, packed, num, parts, groups, backend))
     limits = np.full(len(queries), LOWEST, np.float32)
-    parts: list[torch.Tensor | None]
-    if rows is None or isinstance(rows, torch.Tensor):
-        limits = _limits(queries, packed, num, rows, groups, backend)
-        parts = [rows]
-    else:
-        parts = list(rows)
-
-    def reach(index: np.ndarray, limits: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        subset = [queries[i].to(packed.device, torch.float32) for i in index]
-        if kernels is native:
-            return native.select(subset, packed, parts, limits, level)
-        return list(_reach(subset, packed, parts, limits, backend))
-
-    found = reach(np.arange(len(queries)), limits)
-    counts = [len(items if groups is None else np.unique(groups[items])) for items, _ in found]
-    again = np.flatnonzero((np.array(counts) < num) & (limits > LOWEST))
-    if len(again):
-        more = reach(again, np.full(len(again), LOWEST, np.float32))
-        for i, scores in zip(again, more, strict=True):
-            found[i] = scores
+    num_rows = len(packed) if parts[0] is None else len(parts[0])
+    step, rank = _sample(num, num_rows, groups) if is_shared else (1, 0)
+    if rank:
+        sample = torch.arange(0, num_rows, step) if parts[0] is None else parts[0][::step]
+        scores_QS = maxsim(queries, packed, rows=sample, backend=backend).numpy()
+        limits = np.maximum(limits, np.partition(scores_QS, -rank, axis=1)[:, -rank])
+    tokens = [query.float() for query in queries]
+    found = native.select(tokens, packed, parts, limits, level)
+    for i, (items, _) in enumerate(found):
+        if limits[i] > LOWEST and not _has_enough(items, num, groups):
+            lowest = np.full(1, LOWEST, np.float32)
+            (found[i],) = native.select(tokens[i : i + 1], packed, parts, lowest, level)
     return found
 
 
-def _limits(
-    queries: Sequence[torch.Tensor],
-    packed: PackedVectors,
-    num: int,
-    rows: torch.Tensor | None,
-    groups: np.ndarray | None,
-    backend: str | None,
-) -> np.ndarray:
-    """Returns finite lower bounds (Q,) float32 of the `num`-th best scores, as an estimate."""
-    num_rows = len(packed) if rows is None else len(rows)
+def _sample(num: int, num_rows: int, groups: np.ndarray | None) -> tuple[int, int]:
+    """Returns the step of a sample and the rank in it that bounds the best scores, or rank 0."""
     step = num_rows // SAMPLE
-    limits = np.full(len(queries), LOWEST, np.float32)
     if groups is not None and len(groups):
         num *= -(-len(groups) // (int(groups.max()) + 1))
     # The expected number of better ones in the sample, plus four standard deviations.
     expected = num / max(step, 1)
     rank = int(expected + 4 * expected**0.5) + 4
-    if step < MIN_STEP or rank > SAMPLE // 4:
-        return limits
-    sample = torch.arange(0, num_rows, step) if rows is None else rows[::step]
-    scores_QS = maxsim(queries, packed, rows=sample, backend=backend).numpy(force=True)
-    return np.maximum(limits, np.partition(scores_QS, -rank, axis=1)[:, -rank])
+    return (step, rank) if step >= MIN_STEP and rank <= SAMPLE // 4 else (1, 0)
 
 
-def _reach(
+def _has_enough(items: np.ndarray, num: int, groups: np.ndarray | None) -> bool:
+    return len(items if groups is None else np.unique(groups[items])) >= num
+
+
+def _best_scores(
     queries: Sequence[torch.Tensor],
     packed: PackedVectors,
-    rows: Sequence[torch.Tensor | None],
-    limits: np.ndarray,
+    num: int,
+    parts: Sequence[torch.Tensor | None],
+    groups: np.ndarray | None,
     backend: str | None,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the documents whose scores reach the limit of each query, like `native.select`."""
-    size = len(queries) if len(rows) == 1 else 1
+    """Yields the result of `best_scores` for each query from all of its scores."""
+    size = len(queries) if len(parts) == 1 else 1
     for first in range(0, len(queries), size):
-        part = rows[first // size]
+        part = parts[first // size]
         scores_qR = maxsim(queries[first : first + size], packed, rows=part, backend=backend)
-        for scores_R, limit in zip(scores_qR, limits[first : first + size], strict=True):
-            index = (scores_R >= limit).nonzero().flatten()
-            items = index if part is None else part.to(index.device)[index]
-            yield items.numpy(force=True), scores_R[index].numpy(force=True)
+        step, rank = _sample(num, scores_qR.shape[1], groups)
+        for scores_R in scores_qR:
+            bounds = [max(float(scores_R[::step].topk(rank).values[-1]), LOWEST)] if rank else []
+            for bound in (*bounds, LOWEST):
+                index = np.flatnonzero((scores_R >= bound).numpy(force=True))
+                items = index if part is None else part.numpy(force=True)[index]
+                if _has_enough(items, num, groups):
+                    break
+            yield items, scores_R[torch.from_numpy(index).to(scores_R.device)].numpy(force=True)
 
 
 def best_tokens(

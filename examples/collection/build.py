@@ -1,0 +1,75 @@
+"""Downloads the packages of the recipe, extracts their passages and writes a slice of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import yaml
+
+from examples.collection.extract import EXTRACTORS, Passage
+from examples.papers.downloads.fetch import fetch_url
+from pipeline.config import SpecError
+
+RECIPE = Path(__file__).with_name("recipe.yaml")
+#: Numbers of passages of the slices. Each contains the smaller ones.
+SLICES = {"1k": 1_000, "10k": 10_000, "100k": 100_000, "all": None}
+
+
+def build(data: Path, name: str, recipe: Path = RECIPE) -> list[str]:
+    """Writes `corpus.jsonl`, `queries.jsonl` and `qrels/{choose,prove}.tsv` to `DATA/NAME`.
+
+    Returns:
+        The packages that could not be read. They are printed, and the rest is written.
+    """
+    spec = yaml.safe_load(recipe.read_text())
+    passages: list[Passage] = []
+    missing = []
+    for file in spec["files"]:
+        path = data / "downloads" / Path(file["path"]).name
+        url = f"{spec['mirror']}/{file['path']}"
+        try:
+            fetch_url(url, path, f"sha256:{file['sha256']}", print)
+        except SpecError as error:
+            print(f"{file['package']} is missing: {error}")
+            missing.append(file["package"])
+            continue
+        found = list(EXTRACTORS[file["kind"]](path, file["package"], file["language"]))
+        print(f"{file['package']}: {len(found):,} passages")
+        passages += found
+    passages.sort(key=lambda passage: (_hash(passage.group), passage.id))
+    _write(data / name, passages[: SLICES[name]])
+    return missing
+
+
+def _write(folder: Path, passages: list[Passage]) -> None:
+    """Writes unique passages; equal texts are one item, which answers the queries of all."""
+    items: dict[str, Passage] = {}
+    answers: dict[str, dict[str, Passage]] = {}
+    for passage in passages:
+        item = items.setdefault(" ".join(passage.text.casefold().split()), passage)
+        if passage.query:
+            answers.setdefault(passage.query, {})[item.id] = item
+    (folder / "qrels").mkdir(parents=True, exist_ok=True)
+    with (folder / "corpus.jsonl").open("w") as file:
+        for item in items.values():
+            row = {"_id": item.id, "title": "", **item._asdict()}
+            del row["id"], row["query"], row["group"]
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    qrels = {half: ["query-id\tcorpus-id\tscore\n"] for half in ("choose", "prove")}
+    with (folder / "queries.jsonl").open("w") as file:
+        for query, found in answers.items():
+            key = _hash(query)
+            half = "choose" if int(key[:2], 16) < 128 else "prove"
+            first = next(iter(found.values()))
+            metadata = {"split": half, "kind": first.kind, "language": first.language}
+            row = {"_id": key[:16], "text": query, "metadata": metadata}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            qrels[half] += [f"{key[:16]}\t{identity}\t1\n" for identity in found]
+    for half, lines in qrels.items():
+        (folder / "qrels" / f"{half}.tsv").write_text("".join(lines))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -10,6 +10,7 @@ from examples.collection.build import SLICES, build
 
 
 def main() -> int:
+    """Runs a command; 2 if a package is missing."""
     parser = argparse.ArgumentParser(prog="python -m examples.collection")
     verbs = parser.add_subparsers(dest="verb", required=True)
     command = verbs.add_parser("build", help="download, extract and write passages and queries")

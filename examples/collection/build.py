@@ -39,21 +39,25 @@ def build(data: Path, name: str, recipe: Path = RECIPE) -> list[str]:
         print(f"{file['package']}: {len(found):,} passages")
         passages += found
     passages.sort(key=lambda passage: (_hash(passage.group), passage.id))
-    _write(data / name, passages[: SLICES[name]])
+    _write(data / name, passages, SLICES[name])
     return missing
 
 
-def _write(folder: Path, passages: list[Passage]) -> None:
-    """Writes unique passages; equal texts are one item, which answers the queries of all."""
-    items: dict[str, Passage] = {}
+def _write(folder: Path, passages: list[Passage], limit: int | None) -> None:
+    """Writes the first `limit` items; equal texts are one item, which answers their queries."""
+    unique: dict[str, Passage] = {}
     answers: dict[str, dict[str, Passage]] = {}
     for passage in passages:
-        item = items.setdefault(" ".join(passage.text.casefold().split()), passage)
+        text = " ".join(passage.text.casefold().split())
+        if text not in unique and limit is not None and len(unique) == limit:
+            continue
+        item = unique.setdefault(text, passage)
         if passage.query:
             answers.setdefault(passage.query, {})[item.id] = item
+    items = unique.values()
     (folder / "qrels").mkdir(parents=True, exist_ok=True)
     with (folder / "corpus.jsonl").open("w") as file:
-        for item in items.values():
+        for item in items:
             row = {"_id": item.id, "title": "", **item._asdict()}
             del row["id"], row["query"], row["group"]
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -61,8 +65,9 @@ def _write(folder: Path, passages: list[Passage]) -> None:
     with (folder / "queries.jsonl").open("w") as file:
         for query, found in answers.items():
             key = _hash(query)
-            half = "choose" if int(key[:2], 16) < 128 else "prove"
             first = next(iter(found.values()))
+            # Translations are in the same half.
+            half = "choose" if int(_hash(f"half {first.group}")[:2], 16) < 128 else "prove"
             metadata = {"split": half, "kind": first.kind, "language": first.language}
             row = {"_id": key[:16], "text": query, "metadata": metadata}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

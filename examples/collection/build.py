@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 
+import bm25s
+import numpy as np
 import yaml
 
 from examples.collection.extract import EXTRACTORS, Passage
@@ -55,6 +58,9 @@ def _write(folder: Path, passages: list[Passage], limit: int | None) -> None:
         if passage.query:
             answers.setdefault(passage.query, {})[item.id] = item
     items = unique.values()
+    ids = np.array([item.id for item in items])
+    ranked = _bm25([item.text for item in items], list(answers))
+    counts: Counter[tuple[str, str, str]] = Counter()
     (folder / "qrels").mkdir(parents=True, exist_ok=True)
     with (folder / "corpus.jsonl").open("w") as file:
         for item in items:
@@ -63,17 +69,43 @@ def _write(folder: Path, passages: list[Passage], limit: int | None) -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     qrels = {half: ["query-id\tcorpus-id\tscore\n"] for half in ("choose", "prove")}
     with (folder / "queries.jsonl").open("w") as file:
-        for query, found in answers.items():
+        for number, (query, found) in enumerate(answers.items()):
             key = _hash(query)
             first = next(iter(found.values()))
             # Translations are in the same half.
             half = "choose" if int(_hash(f"half {first.group}")[:2], 16) < 128 else "prove"
-            metadata = {"split": half, "kind": first.kind, "language": first.language}
-            row = {"_id": key[:16], "text": query, "metadata": metadata}
+            bm25 = "found" if found.keys() & set(ids[ranked[number]]) else "not found"
+            row = {
+                "_id": key[:16],
+                "text": query,
+                "kind": first.kind,
+                "language": first.language,
+                "bm25": bm25,
+            }
+            counts[half, first.kind, bm25] += 1
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             qrels[half] += [f"{key[:16]}\t{identity}\t1\n" for identity in found]
     for half, lines in qrels.items():
         (folder / "qrels" / f"{half}.tsv").write_text("".join(lines))
+    for (half, kind, bm25), count in sorted(counts.items()):
+        print(f"{half}, {kind}: BM25 has {bm25} {count:,} in its first ten")
+
+
+def _bm25(texts: list[str], queries: list[str]) -> list[np.ndarray]:
+    """Returns the positions of the first ten of each query; none if it shares no word."""
+    ranker = bm25s.BM25()
+    ranker.index(bm25s.tokenize(texts, stopwords=[], show_progress=False), show_progress=False)
+    words = bm25s.tokenize(queries, stopwords=[], return_ids=False, show_progress=False)
+    known = [[word for word in query if word and word in ranker.vocab_dict] for query in words]
+    ranked = [np.empty(0, np.int64)] * len(queries)
+    numbers = [number for number, query in enumerate(known) if query]
+    if numbers:
+        some = [known[number] for number in numbers]
+        k = min(10, len(texts))
+        found, scores = ranker.retrieve(some, k=k, show_progress=False)
+        for number, row, score in zip(numbers, found, scores, strict=True):
+            ranked[number] = row[score > 0]
+    return ranked
 
 
 def _hash(text: str) -> str:

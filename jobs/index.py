@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse(arguments)
     if args.remove_missing and args.limit:
         parser.error("--remove-missing cannot be combined with --limit")
-    if jobs.is_spec(args.spec) and (args.watch or args.index or args.see):
+    if jobs.is_spec(args.spec) and (args.watch or args.index or args.see is not None):
         rule = "require folders or files; a spec has the fields `index` and `see`"
         parser.error(f"--watch, --index and --see {rule}")
     with open_display("plain" if args.dry_run else args.progress) as display:

@@ -207,6 +207,8 @@ def _check_indexes(settings: ServeSpec) -> None:
 
     for index, served in settings.indexes.items():
         searcher = open_index(served.uri)
+        for _ in searcher.index.batches(["item_id"]):  # raises if a data file is missing
+            pass
         for name in served.preload:
             searcher.representation(name)
         if searcher.index.representations() and not served.candidates:
@@ -263,12 +265,28 @@ def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
         names = ", ".join(settings.indexes)
         jobs.say(f"loading {names} ({time.monotonic() - start:.0f} s)")
         with _starts_reported(start):
-            ray_serve.run(build(settings), name=APPLICATION, route_prefix="/")
+            try:
+                ray_serve.run(build(settings), name=APPLICATION, route_prefix="/")
+            except RuntimeError:  # names only the deployments
+                deployments = ray_serve.status().applications[APPLICATION].deployments
+                raise _start_error([d.message for d in deployments.values()]) from None
         jobs.say(f"serving {names}; search page: {address}/; API documentation: {address}/docs")
         threading.Event().wait()
     finally:
         jobs.say("draining in-flight requests")
         asyncio.run(_shut_down(settings.timeouts.drain_s))
+
+
+def _start_error(messages: Sequence[str]) -> JobError:
+    r"""Returns the error of deployments that did not start, from the messages of their states.
+
+    >>> str(_start_error(["", "It failed 3 times. Error:\nray::init()\nOSError: no file"]))
+    'the server did not start: OSError: no file'
+    """
+    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    name = f"{SpecError.__module__}.{SpecError.__name__}: "
+    causes = [line.removeprefix(name) for line in lines if line.startswith(name)] or lines[-1:]
+    return JobError(f"the server did not start: {causes[0] if causes else 'see the log of Ray'}")
 
 
 @contextlib.contextmanager

@@ -375,7 +375,10 @@ def describe(errors: Sequence[Mapping[str, Any]], root: str = "spec") -> SpecErr
     Missing fields come last, because those of a component depend on its name, which may be wrong.
     """
     first = min(errors, key=lambda error: error["type"] == "missing")
-    field, cause = field_path(*first["loc"]), first.get("ctx", {}).get("error")
+    place = list(first["loc"])
+    if place and place[-1] in ("int", "float", "str"):  # the member of a union
+        place.pop()
+    field, cause = field_path(*place), first.get("ctx", {}).get("error")
     if isinstance(cause, SpecError):
         return cause.below(field)
     if first["type"] == "missing":

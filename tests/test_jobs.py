@@ -299,6 +299,19 @@ def test_sigterm_while_ray_starts(spec, index_uri, verb):
     assert (process.returncode, error) == (143, "stopped by SIGTERM\n"), output
 
 
+def test_interrupt_while_encoding_in_process(tmp_path):
+    """PyTorch aborts a process that exits while a daemon thread encodes."""
+    (tmp_path / "texts").mkdir()
+    for number in range(1000):
+        text = f"The keeper of lighthouse {number} sleeps. " * 20
+        (tmp_path / f"texts/{number}.txt").write_text(text)
+    process = start_job("jobs.index", str(tmp_path / "texts"))
+    assert any("/1,000 items (" in line for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "error: interrupted\n"), output
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("number", "code", "message"),

@@ -24,8 +24,6 @@ CONVERTED = ("HTML", "e-mail", "DOCX", "PPTX", "XLSX", "OpenDocument", "EPUB")
 LIMITS = Limits(max_seconds=120.0)
 #: Delimiters of tables. The most frequent in the first line is taken.
 DELIMITERS = ",;\t|"
-
-
 #: First line of tables of spreadsheet programs that names the delimiter.
 SEPARATOR = re.compile(r"sep=(.)[\r\n]*", re.IGNORECASE)
 

@@ -111,11 +111,11 @@ def compare_pairs(
     if a.headline not in b.measures:
         raise SpecError("OUT_B", output_b, f"an evaluation by {a.headline}")
     rows = []
-    for number, pair in enumerate(pairs):
+    for pair in pairs:
         for name, evaluation in zip(pair, (a, b), strict=True):
             names = [row.name for row in evaluation.results]
             if name not in names:
-                raise SpecError.unknown_name(f"comparisons[{number}]", name, names)
+                raise SpecError.unknown_name("--rows", name, names)
         rows.append((a.row(pair[0]), b.row(pair[1])))
     return compare_rows(rows, a.headline), a.headline
 

@@ -13,10 +13,11 @@ import posixpath
 import secrets
 import shlex
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from pipeline.config import SpecError, absolute, within
-from pipeline.paths import is_uri
+from pipeline.config import SpecError, absolute, location, reading, within
+from pipeline.paths import is_uri, locate
 
 ITEMS, REJECTS, ARTEFACTS, JOBS = "items.lance", "rejects.lance", "artefacts", "jobs"
 #: State of a running job in its folder.
@@ -50,12 +51,25 @@ def missing_index(uri: str) -> SpecError:
 
 
 def find_index(uri: str) -> str:
-    """Returns a URI, or that of the index beside it for a local folder that contains no index."""
-    with within("index"):
-        folder = "" if is_uri(uri) else absolute(uri)
-    beside = f"{posixpath.normpath(folder)}{SUFFIX}"
-    is_other = Path(folder).exists() and not Path(folder, ITEMS).exists()
-    return beside if folder and is_other and Path(beside, ITEMS).exists() else uri
+    """Returns a URI, or that of the index beside it for a folder that contains no index.
+
+    The folder may have been deleted or moved.
+
+    Raises:
+        SpecError: The URI is not a path, or its storage cannot be reached.
+    """
+    folder = location(uri, "index").rstrip("/")
+    if is_uri(uri):
+        with reading("index", uri, "a reachable URI", Exception, problem="cannot be reached"):
+            storage, path = locate(folder)
+            is_beside = not storage.exists(f"{path}/{ITEMS}")
+            is_beside = is_beside and storage.exists(f"{path}{SUFFIX}/{ITEMS}")
+    else:
+        folder, is_beside = posixpath.normpath(folder), False
+        with suppress(OSError):  # the name of the folder has more than 248 bytes
+            is_beside = Path(f"{folder}{SUFFIX}", ITEMS).exists()
+            is_beside = is_beside and not Path(folder, ITEMS).exists()
+    return f"{folder}{SUFFIX}" if is_beside else uri
 
 
 def check_index(uri: str) -> None:

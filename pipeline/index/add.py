@@ -10,6 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -151,8 +152,10 @@ def commit_filled(
     start = time.perf_counter()
     location = {"index": part_uri(columns.index), "version": session.writer.dataset.version}
     arguments = {**location, **work.arguments}
-    filled = session.executor.filled(
-        columns.actor, arguments, work.fragments, columns.pool, columns.resources
+    filled = closing(
+        session.executor.filled(
+            columns.actor, arguments, work.fragments, columns.pool, columns.resources
+        )
     )
 
     def commit() -> None:
@@ -170,9 +173,9 @@ def commit_filled(
         }
 
     total = progress.fragments - progress.done_before
-    with session.monitor.phase(session.kind, "fragments", total, steps):
+    with session.monitor.phase(session.kind, "fragments", total, steps), filled as parts:
         try:
-            for done in filled:
+            for done in parts:
                 if done is not None:
                     if done.fragment is not None:
                         pending.append((done.fragment, done.fields))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -99,7 +99,9 @@ class Executor(ABC):
         """Yields what a generator function yields. It may be a few values ahead."""
 
     @abstractmethod
-    def written(self, stream: Stream, profile: IndexResources) -> Iterator[Pending | None]:
+    def written(
+        self, stream: Stream, profile: IndexResources
+    ) -> Generator[Pending | None, None, None]:
         """Runs a stream and yields fragments as they are written, and None while waiting."""
 
     @abstractmethod
@@ -110,7 +112,7 @@ class Executor(ABC):
         fragments: Sequence[int],
         pool: Resources,
         profile: Profile,
-    ) -> Iterator[FilledFragment | None]:
+    ) -> Generator[FilledFragment | None, None, None]:
         """Fills fragments and yields them as they are completed, and None while waiting."""
 
     @abstractmethod

@@ -43,8 +43,6 @@ RECOGNISERS = {"ocr": "rapidocr", "speech": "pocketsphinx"}
 NO_WORDS, NO_WORDS_NOTE = "no text, no speech", "; --see finds images and frames by what they show"
 #: Representation of the vectors of `--see`.
 SEEN = {"compressor": "none", "field": "image", "id": "seen"}
-#: Maximum number of files that are named for a reason.
-MAX_EXAMPLES = 3
 
 
 def folder_spec(
@@ -89,10 +87,10 @@ def folder_spec(
         stored = representation_infos(IndexReader(index).dataset.schema).values()
         columns = [dump(stored_representation(info)) for info in stored] or columns
         models = [info.encoder.spec["model"] for info in stored if info.field == "image"]
-        see = see or next(iter(models), None)
+        see = next(iter(models), None) if see is None else see
     source = sources[0] if len(sources) == 1 else sources
     spec = {"index": index, "source": source, "encoder": encoder}
-    if see:
+    if see is not None:
         spec["see"] = {"name": "dual", "model": see, "layer": "single"}
         if all(column.get("field") != "image" for column in columns):
             columns.append(SEEN)
@@ -157,17 +155,16 @@ class Account:
         rows = [_row(kind, [f for f in self.files if f.kind == kind]) for kind in (*KINDS, OTHER)]
         rows = [row for row in rows if row[1] != "0"]
         lines = [Table([columns, *rows, _row("all", self.files)]).text()]
-        by_reason: dict[str, list[str]] = {}
+        by_reason: dict[str, list[FileResult]] = {}
         for file in self.files:
             if file.reason:
                 part = "" if file.status == "rejected" else "parts of "
-                by_reason.setdefault(f"{part}files: {file.reason}", []).append(file.path)
-        for reason, names in sorted(by_reason.items(), key=lambda entry: -len(entry[1])):
-            shown = ", ".join(map(repr, names[:MAX_EXAMPLES])) + ", ..." * (
-                len(names) > MAX_EXAMPLES
-            )
-            note = NO_WORDS_NOTE if reason.endswith(NO_WORDS) else ""
-            lines.append(f"rejected {reason}: {len(names):,} ({shown}){note}")
+                by_reason.setdefault(f"{part}files: {file.reason}", []).append(file)
+        for reason, files in sorted(by_reason.items(), key=lambda entry: -len(entry[1])):
+            shown = job.examples([repr(file.path) for file in files])
+            is_seen = any(file.kind in ("image", "video") for file in files)
+            note = NO_WORDS_NOTE if reason.endswith(NO_WORDS) and is_seen else ""
+            lines.append(f"rejected {reason}: {len(files):,} ({shown}){note}")
         return "\n".join(lines)
 
 

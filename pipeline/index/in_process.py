@@ -6,7 +6,7 @@ import contextvars
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
@@ -83,11 +83,13 @@ class InProcess(Executor):
             check()
             yield value
 
-    def written(self, stream: Stream, profile: IndexResources) -> Iterator[Pending | None]:
+    def written(
+        self, stream: Stream, profile: IndexResources
+    ) -> Generator[Pending | None, None, None]:
         """Runs a stream. The rows of each fragment are written before others are processed."""
-        return polled(self._run(stream))
+        return polled(self._run(stream), daemon=False)
 
-    def _run(self, stream: Stream) -> Iterator[Pending]:
+    def _run(self, stream: Stream) -> Iterator[Pending | None]:
         stream.check()
         with shared_encoders(self._encoders):
             stages = [stage.load() for stages, _ in stream.groups for stage in stages]
@@ -97,6 +99,7 @@ class InProcess(Executor):
             for unit in _ahead(measured(read, stream.job)):
                 logs.event(log, "unit_started", job=stream.job, unit=unit.name)
                 units.append(run_stages(stages, unit, stream.job, is_last=True))
+                yield None  # the thread ends here if the job stops
                 if len(units) >= stream.units_per_fragment:
                     yield writer.write(units)
                     units = []
@@ -110,7 +113,7 @@ class InProcess(Executor):
         fragments: Sequence[int],
         pool: Resources,
         profile: Profile,
-    ) -> Iterator[FilledFragment | None]:
+    ) -> Generator[FilledFragment | None, None, None]:
         """Fills one fragment after another."""
 
         def fill() -> Iterator[FilledFragment]:
@@ -118,7 +121,7 @@ class InProcess(Executor):
                 filler = actor(**arguments)
                 yield from map(filler.fill, fragments)
 
-        return polled(fill())
+        return polled(fill(), daemon=False)
 
     def totals(self, job: str) -> dict[str, Totals]:
         """Returns the counts of this process."""

@@ -11,6 +11,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -269,9 +270,10 @@ def stream(
     progress.stream_started = time.time()
     context.report(f"{progress.to_do:,} items to process; loading the encoder")
     start = committed = time.perf_counter()
-    with session.monitor.phase("index", total=progress.to_do, steps=steps):
+    stream = closing(session.executor.written(index, context.resources))
+    with session.monitor.phase("index", total=progress.to_do, steps=steps), stream as parts:
         try:
-            for written in session.executor.written(index, context.resources):
+            for written in parts:
                 if written is not None:
                     progress.first_written = progress.first_written or time.time()
                     pending.add(written)
@@ -350,7 +352,7 @@ def finish(context: Context) -> None:
             if row["source"] in collections:
                 by_reason.setdefault(row["reason"], []).append(row["item_id"])
         for reason, ids in sorted(by_reason.items(), key=lambda entry: (-len(entry[1]), entry[0])):
-            report(f"rejected {len(ids):,}: {reason} ({_examples(sorted(ids))})")
+            report(f"rejected {len(ids):,}: {reason} ({examples(sorted(ids))})")
         command = f"maxray status {shlex.quote(spec.index)} --rejects"
         report(f"all rejects with their details: {command}")
     truncated = context.run(tasks.truncated_files, spec) if tasks.has_media(spec) else []
@@ -392,7 +394,7 @@ def find_missing(context: Context, listing: Listing, remove: bool | None) -> Non
     elif stale:
         ids = sorted(item_id for ids in stale.values() for item_id in ids)
         context.report(
-            f"{progress.missing:,} indexed items are no longer listed ({_examples(ids)});"
+            f"{progress.missing:,} indexed items are no longer listed ({examples(ids)});"
             " rerun with --remove-missing to remove them"
         )
 
@@ -418,5 +420,6 @@ def _former_collections(context: Context, collections: Sequence[str]) -> list[st
     return [name for name in former if name not in collections]
 
 
-def _examples(names: Sequence[str]) -> str:
+def examples(names: Sequence[str]) -> str:
+    """Returns the first names of a list, separated by commas."""
     return ", ".join(names[:MAX_EXAMPLES]) + ", ..." * (len(names) > MAX_EXAMPLES)

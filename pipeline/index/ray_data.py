@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,9 @@ class OnRay(Executor):
             ray.cancel(values)
             raise
 
-    def written(self, stream: Stream, profile: IndexResources) -> Iterator[Pending | None]:
+    def written(
+        self, stream: Stream, profile: IndexResources
+    ) -> Generator[Pending | None, None, None]:
         """Streams units through pools of actors."""
         stream.check()
         start_board()
@@ -135,7 +137,7 @@ class OnRay(Executor):
         fragments: Sequence[int],
         pool: Resources,
         profile: Profile,
-    ) -> Iterator[FilledFragment | None]:
+    ) -> Generator[FilledFragment | None, None, None]:
         """Fills the fragments in a pool of actors."""
         configure(profile)
         rows = [{"fragment": number} for number in fragments]
@@ -273,18 +275,18 @@ def chain(
     dataset: ray.data.Dataset,
     groups: Sequence[tuple[Sequence[Stage], Resources]],
     job: str | None = None,
-    map_all: Callable[..., ray.data.Dataset] | None = None,
+    map_all: Callable[..., ray.data.Dataset] = map_batches,
 ) -> ray.data.Dataset:
     """Applies groups of stages to packed units, each in a separate pool of actors.
 
     Args:
-        map_all: Function in place of `map_batches`.
+        map_all: Maps the batches of a dataset with the actors of a pool.
     """
     for number, (stages, pool) in enumerate(groups, 1):
         arguments = {"stages": list(stages), "num_threads": pool.num_threads, "job": job}
         arguments["is_last"] = number == len(groups)
         options = {"batch_size": 1, "batch_format": "pyarrow", "zero_copy_batch": True}
-        dataset = (map_all or map_batches)(dataset, StageActor, arguments, pool, **options)
+        dataset = map_all(dataset, StageActor, arguments, pool, **options)
     return dataset
 
 

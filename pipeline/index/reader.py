@@ -156,9 +156,12 @@ def access_errors(uri: str, field: str = "index") -> Iterator[None]:
     """Translates the errors of storage libraries to `SpecError`."""
     try:
         yield
-    except (OSError, MissingExtra):
+    except MissingExtra:
         raise
     except Exception as error:
+        is_denied = isinstance(error, PermissionError) and is_uri(uri)  # such as wrong keys
+        if isinstance(error, OSError) and not is_denied:
+            raise
         problem = f"cannot be reached ({type(error).__name__}: {first_line(error)})"
         raise SpecError(field, uri, "a reachable URI", problem) from None
 

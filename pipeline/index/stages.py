@@ -191,7 +191,7 @@ class Encode(Stage):
             return
         has_media = np.any([items[name].is_valid().to_numpy() for name in names], axis=0)
         for rows, prepared in self._see.readable(items, np.flatnonzero(has_media)):
-            for seen, batch in ((s, b) for _, s, b, _ in self._see.batches(prepared)):
+            for _, seen, batch, _ in self._see.batches(prepared):
                 yield EncodedRows("image", rows[seen], batch, {})
 
     def readable(self, items: pa.Table, rows: np.ndarray) -> Iterator[tuple[np.ndarray, pa.Table]]:

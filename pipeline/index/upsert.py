@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -184,8 +185,9 @@ def upsert(
             fragment_bytes=FRAGMENT_BYTES,
         )
         written = Pending()
-        with session.monitor.phase("add", total=len(given.ids)):
-            for part in executor.written(stream, IndexResources()):
+        parts = closing(executor.written(stream, IndexResources()))
+        with session.monitor.phase("add", total=len(given.ids)), parts as generator:
+            for part in generator:
                 if part is not None:
                     written.add(part)
                     session.monitor.update(written.num_items)

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent import futures
 from typing import Any
 
@@ -41,10 +41,13 @@ def wait(future: futures.Future[Any], check: Check) -> Any:
     return future.result()
 
 
-def polled(values: Iterable[Any]) -> Iterator[Any]:
+def polled(values: Iterable[Any], daemon: bool = True) -> Generator[Any, None, None]:
     """Yields values that a thread produces, and None after half a second without a value.
 
     The thread ends after the value in progress if the generator is closed.
+
+    Args:
+        daemon: Allows the process to exit before that. A thread that runs PyTorch would abort it.
     """
     results: queue.Queue = queue.Queue(maxsize=WAITING_VALUES)
     closed = threading.Event()
@@ -69,7 +72,7 @@ def polled(values: Iterable[Any]) -> Iterator[Any]:
                 values.close()  # in the context of its other steps
 
     context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(produce,), daemon=True).start()
+    threading.Thread(target=context.run, args=(produce,), daemon=daemon).start()
     try:
         while True:
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from pipeline.index.reader import IndexReader, check_contents, contains_index, e
 from pipeline.index.recompress import Recompression, RecompressResources, RecompressSpec
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.upsert import Given, upsert
+from pipeline.paths import is_uri
 from pipeline.registry import COMPRESSORS
 from pipeline.search.candidates_job import Candidates, CandidatesJobSpec, CandidatesResources
 from pipeline.search.maps import SimilarityMap, similarity_map
@@ -78,7 +80,9 @@ class Index:
         cache: bool = True,
         device: str = "cpu",
     ):
-        self.uri = find_index(location(uri, "index"))
+        self.uri = location(uri, "index")
+        if is_uri(self.uri) or Path(self.uri).exists():  # else, a new index
+            self.uri = find_index(self.uri)
         self._encode_queries, self._version = encode_queries, version
         self._cache, self._device = cache, device
         self._encoders: Encoders = {}

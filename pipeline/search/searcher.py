@@ -132,7 +132,8 @@ class Searcher:
                 self.search_with(queries, options.model_copy(update={"representation": name}))
                 for name in names
             ]
-            return [_alternate(groups, options.k) for groups in zip(*found, strict=True)]
+            id = "parent_id" if options.group_by else "item_id"
+            return [_alternate(groups, options.k, id) for groups in zip(*found, strict=True)]
         options = options.resolve(self.index, self.device)
         encoded, rankings = self._rank(queries, options, reranker)
         explain = options.explain is not None
@@ -237,7 +238,7 @@ class Searcher:
         return self.items.num_known(getattr(selected, field) or (), field)
 
 
-def _alternate(groups: Iterable[Sequence[Hit]], k: int) -> list[Hit]:
+def _alternate(groups: Iterable[Sequence[Hit]], k: int, id: str = "item_id") -> list[Hit]:
     """Returns the first hit of each group, then the second ones, and so on, without repeated ones.
 
     >>> fields = {"rank": 1, "score": 1.0, "parent_id": ""}
@@ -247,6 +248,6 @@ def _alternate(groups: Iterable[Sequence[Hit]], k: int) -> list[Hit]:
     """
     found: dict[str, Hit] = {}
     for hit in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*groups))):
-        found.setdefault(hit.item_id, hit)
+        found.setdefault(getattr(hit, id), hit)
     hits = itertools.islice(found.values(), k)
     return [hit.model_copy(update={"rank": rank}) for rank, hit in enumerate(hits, 1)]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from jobs import index as command
 from pipeline import Index
 from pipeline.config import SpecError
+from pipeline.index import find_index
 from pipeline.index.folder import Account, folder_spec
 from pipeline.index.reader import IndexReader
 from tests import mixed
@@ -168,6 +171,19 @@ def test_the_command_prints_the_table(folder, capsys):
     output = capsys.readouterr().out
     assert ["text", "3", "3", "0", "0", "3"] in [line.split() for line in output.splitlines()]
     assert f"index: {folder}.maxray" in output
+
+
+def test_the_index_is_found_by_its_folder(folder, tmp_path):
+    Index(f"{folder}.maxray").add(["a"], [np.ones((1, 4), np.float32)])
+    for path in (f"{folder}/", f"{folder}/.", f"{folder}.maxray"):
+        assert find_index(path).rstrip("/") == f"{folder}.maxray"
+    shutil.rmtree(folder)
+    assert find_index(str(folder)) == f"{folder}.maxray"
+    assert Index(folder).uri == str(folder)  # a new index
+    long = str(tmp_path / ("n" * 255))
+    assert find_index(long) == long
+    with pytest.raises(SpecError, match="index must be a path or a URI, .* name too long"):
+        find_index(f"{long}n")
 
 
 def test_watch_indexes_changes(folder):

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.index.reader import ITEMS, IndexReader
+from pipeline.index.reader import ITEMS, IndexReader, access_errors
 from pipeline.schema import FORMAT_VERSION, column_metadata, with_metadata
 
 
@@ -69,3 +69,11 @@ def test_filling_a_column_changes_only_its_content_key(uri):
     dataset.add_columns({"later": "title"})
     assert IndexReader(uri).content_key(["later"]) != empty
     assert IndexReader(uri).content_key(["text"]) == other
+
+
+def test_denied_access_to_a_storage_names_the_field():
+    message = "index must be a reachable URI, .*Forbidden"
+    with pytest.raises(SpecError, match=message), access_errors("s3://bucket/index"):
+        raise PermissionError("Forbidden")
+    with pytest.raises(PermissionError), access_errors("/index"):
+        raise PermissionError("local")

@@ -391,7 +391,7 @@ def test_status_as_text_and_as_json(cluster, tmp_path, spec, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"^items +2$", printed, re.M)
     assert re.search(r"^writer +none$", printed, re.M)
-    assert re.search(r"^full +none +all +float16 +6.0 +96 +96 +100.0%$", printed, re.M)
+    assert re.search(r"^full +none +all +float16 +6.0 +-?[01].\d\d +96 +96 +100.0%$", printed, re.M)
     assert re.search(rf"^index +{job['job']}  done ", printed, re.M)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -38,6 +39,13 @@ def test_default_candidates_must_exist(index_uri, representation, candidates, me
     served = {"uri": index_uri, "candidates": {representation: candidates}}
     with pytest.raises(SpecError, match=message):
         _check_indexes(parse(ServeSpec, {"indexes": {"texts": served}}))
+
+
+def test_an_index_without_a_data_file_is_corrupted(index_uri, tmp_path):
+    uri = str(shutil.copytree(index_uri, tmp_path / "broken"))
+    next((tmp_path / "broken/items.lance/data").iterdir()).unlink()
+    with pytest.raises(SpecError, match="index must be an intact index, .* is corrupted"):
+        _check_indexes(parse(ServeSpec, {"indexes": {"texts": {"uri": uri}}}))
 
 
 def test_rejects_max_replicas_below_num_replicas():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +24,6 @@ STYLES: tuple[Style, ...] = tuple(
     for color, marker in zip(COLORS, markers, strict=True)
 )
 REFERENCE = "#555555"
-# It reports each table of the fonts that a PDF contains.
-logging.getLogger("fontTools").setLevel(logging.WARNING)
 
 
 def to_file(figure: Figure, format: str) -> bytes:

@@ -58,6 +58,7 @@ def test_an_index_is_completed(made):
     index, without, account = made
     assert statuses(without)["photo0.png"] == statuses(without)["clip.mp4"] == "rejected"
     assert "--see finds images and frames by what they show" in str(without)
+    assert "--see" not in str(account)
     assert statuses(account) == {
         "clip.mp4": "indexed",
         "page.pdf": "unchanged",
@@ -106,6 +107,8 @@ def test_hits_of_texts_and_images_alternate(made, folder):
     assert (by_image.item_id, by_image.representation) == ("files/photo1.png", "seen")
     assert by_image.score == pytest.approx(1, abs=2e-2)
     assert len(index.search([QUERY, "bread"], k=2)[1]) == 2
+    parents = [hit.parent_id for hit in index.search(QUERY, k=9, group_by="parent")]
+    assert len(parents) == len({*parents}) == 6
     ranked = open_index(index.uri).rank([QUERY])[0]
     assert {*ranked.item_ids} == {hit.item_id for hit in texts}  # runs are of one representation
 
@@ -148,6 +151,8 @@ def test_another_encoder_is_refused(made, folder, checkpoint):
         made[0].add_files(str(folder), see=str(checkpoint("siglip")))
     with pytest.raises(SpecError, match=r"^see\.model must be .*no/such"):
         made[0].add_files(str(folder), see="no/such")
+    with pytest.raises(SpecError, match=r"^see\.model must be "):
+        made[0].add_files(str(folder), see="")
 
 
 @pytest.mark.parametrize(

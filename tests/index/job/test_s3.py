@@ -12,7 +12,7 @@ import yaml
 
 from pipeline import Index
 from pipeline.config import SpecError
-from pipeline.index import EXECUTOR
+from pipeline.index import EXECUTOR, find_index
 from pipeline.index.fragments import write_table
 from pipeline.index.reader import IndexReader
 from pipeline.index.status import status
@@ -62,6 +62,9 @@ def test_folder_of_files(s3):
     assert index.search("anvil", k=1)[0].item_id == "papers/sub/data.csv#row=1"
     account = index.add_files("s3://bucket/papers/**/*.csv", "s3://bucket/papers/notes.txt")
     assert [file.status for file in account.files] == ["unchanged", "unchanged"]
+    assert find_index("s3://bucket/papers/") == "s3://bucket/papers.maxray"
+    assert find_index("s3://bucket/papers.maxray") == "s3://bucket/papers.maxray"
+    assert find_index("s3://bucket/others") == "s3://bucket/others"
 
 
 @pytest.mark.heavy

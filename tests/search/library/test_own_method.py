@@ -143,7 +143,7 @@ def test_table_of_a_paper(index, merging, tmp_path, capsys):
     evaluate.main(["compare", str(output), *pair])
     header, line = capsys.readouterr().out.splitlines()
     assert line.split()[:2] == pair[1:] and header.split()[2] == "RR@10"
-    with pytest.raises(SpecError, match=r"comparisons\[0\] must be one of .*, got 'nothing'"):
+    with pytest.raises(SpecError, match=r"--rows must be one of .*, got 'nothing'"):
         evaluate.main(["compare", str(output), "--rows", "nothing", "full.maxsim"])
     with pytest.raises(SpecError, match="labels must be one of .*, got 'segments'"):
         evaluate.main([str(tmp_path / "spec.yaml"), "labels={segments: Ours}"])

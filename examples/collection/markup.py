@@ -6,16 +6,24 @@ import html
 import re
 from collections.abc import Iterator
 
+
+def words(text: str) -> set[str]:
+    """Returns the words of a text as a set."""
+    return set(text.split())
+
+
 #: Elements without text to read, and comments.
 _SKIPPED = re.compile(
-    r"<!--.*?-->|<(script|style|nav|footer|head|pre|form|button|select|svg)\b.*?</\1\s*>"
-    r"|<(\w+)[^>]*\shidden\b[^>]*>[^<]*</\2>",
+    r"<!--.*?-->|<[!?][^>]*>|<(\w+)[^>]*\shidden\b[^>]*>[^<]*</\1>"
+    r"|<(script|style|noscript|nav|footer|head|pre|form|button|select|svg)\b.*?</\2\s*>",
     re.S | re.I,
 )
 _END = re.compile(r'<a name="relatedtopics">|<footer|<div [^>]*class="(?:footer|navfooter)"', re.I)
 _TAG = re.compile(r"<(/?)([a-z][a-z0-9]*)\b[^>]*>", re.I)
-_INLINE = set("a abbr acronym b bdi bdo big cite code dfn em font i img kbd mark q s samp".split())
-_INLINE |= set("small span strong sub sup tt u var wbr".split())
+_INLINE = words(
+    "a abbr acronym b bdi bdo big cite code dfn em font i img kbd mark q s samp small span strong "
+    "sub sup tt u var wbr"
+)
 #: A paragraph is part of a menu if more of its characters are in links.
 _MAX_LINKED = 0.6
 
@@ -63,9 +71,11 @@ _ESCAPES |= {"(em": "—", "(en": "–", "(bu": "•", "(co": "©", "(dq": '"', 
 _ESCAPES |= {" ": " ", "~": " ", "'": "'", "`": "`", "(hy": "-", "(mi": "-", "(bv": "|"}
 _ESCAPE = re.compile(r"\\(?:[fFn*gkmM](?:\[[^]]*\]|\(..|.)|s[-+]?\d+|\[[^]]*\]|(?:\(..)|\".*|.)")
 #: Macros that end a paragraph, and those that are ignored together with their arguments.
-_BREAKS = set("PP P LP TP IP HP RS RE TQ Pp It Bl El sp br SY YS EX EE nf fi Bd Ed".split())
-_IGNORED = set("TH Dd Dt Os ad ft if ie el ds nr de hy na ne in ti so ta ll pl UE ME rm tr".split())
-_IGNORED |= set("als PD . .. cc ig mso lg do fam nh Xo Xc Sm".split())
+_BREAKS = words("PP P LP TP IP HP RS RE TQ Pp It Bl El sp br SY YS EX EE nf fi Bd Ed")
+_IGNORED = words(
+    "TH Dd Dt Os ad ft if ie el ds nr de hy na ne in ti so ta ll pl UE ME rm tr als PD . .. cc ig "
+    "mso lg do fam nh Xo Xc Sm"
+)
 
 
 def read_man(text: str) -> Iterator[tuple[str, list[str]]]:
@@ -78,14 +88,16 @@ def read_man(text: str) -> Iterator[tuple[str, list[str]]]:
     has_begun = False
     text = re.sub(r"^\.TS\b.*?^\.TE\b|^\.de\b.*?^\.\.$", "", text, flags=re.S | re.M)
     for line in [*text.splitlines(), ".SH"]:
-        macro, _, rest = line[1:].lstrip().partition(" ") if line[:1] in (".", "'") else ("", "", line)
+        macro, rest = "", line
+        if line[:1] in (".", "'"):
+            macro, _, rest = line[1:].lstrip().partition(" ")
         if macro.startswith('\\"') or macro in _IGNORED:
             continue
         if macro in ("SH", "SS", "Sh", "Ss") or macro in _BREAKS or not line.strip():
             if paragraph := " ".join(" ".join(lines).split()):
                 paragraphs.append(paragraph)
             lines = [] if macro not in ("IP", "It", "HP") else [" ".join(_arguments(rest)[:1])]
-            if macro[:1] == "S" and macro in ("SH", "SS", "Sh", "Ss"):
+            if macro in ("SH", "SS", "Sh", "Ss"):
                 if has_begun and paragraphs:
                     yield heading, paragraphs
                 heading, paragraphs, has_begun = " ".join(_arguments(rest)), [], True

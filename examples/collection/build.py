@@ -30,7 +30,7 @@ RECIPE = Path(__file__).with_name("recipe.yaml")
 
 
 class Slice(NamedTuple):
-    """Number of passages, or None for all, and number of queries of each kind."""
+    """Number of passages, or None for all, and the unit of the numbers of queries."""
 
     num_passages: int | None
     num_queries: int
@@ -38,12 +38,15 @@ class Slice(NamedTuple):
 
 #: Each slice contains the smaller ones, and the answers of its queries.
 SLICES = {
-    "1k": Slice(1_000, 30),
-    "10k": Slice(10_000, 400),
+    "1k": Slice(1_000, 25),
+    "10k": Slice(10_000, 350),
     "100k": Slice(100_000, 1_000),
     "all": Slice(None, 2_000),
 }
 HALVES = ("choose", "prove")
+#: Numbers of queries by kind, in units of a slice. BM25 answers most descriptions and synopses.
+SHARES = {"definition": 2, "translation": 2, "paraphrase": 1, "heading": 1}
+OTHER_SHARE = 0.5
 #: Kinds of queries that ask for another edition, by the kind of the section.
 CROSS = {"definition": "paraphrase"}
 #: A query with more answers says too little.
@@ -156,22 +159,25 @@ def sketch(text: str) -> np.ndarray:
 
 
 class Query(NamedTuple):
-    """A query whose answers are the passages of an edition of a key."""
+    """A query whose answers begin the sections of an edition of a key.
+
+    It is in the slices whose number of queries is above `rank`.
+    """
 
     text: str
     language: str
     kind: str
     key: str
     edition: str
-    rank: int
+    rank: float
 
 
 class Corpus(NamedTuple):
     """Hashes of all passages, and the editions of the keys that have queries.
 
     Attributes:
-        texts: (N,) of the texts, `keys` (N,) of the keys, `answers` (N,) of keys with editions,
-            `ids` (N,) of the ids.
+        texts: (N,) of the texts, `keys` (N,) of the keys, `answers` (N,) of keys with editions
+            for passages with a query, `ids` (N,) of the ids.
         sketches: (N, H), see `sketch`.
         editions: Rows with a query by kind and key.
     """
@@ -189,7 +195,7 @@ def _scan(parts: list[Path]) -> Corpus:
     editions: dict[str, dict[str, list[dict[str, str]]]] = defaultdict(lambda: defaultdict(list))
     for row in _rows(parts):
         text, key = " ".join(row["text"].casefold().split()), row["key"]
-        answer = f"{key} {row['edition']}"
+        answer = f"{key} {row['edition']}" if "query" in row else ""
         hashes.append((_hash(text), _hash(key), _hash(answer), _hash(row["_id"])))
         sketches.append(sketch(row["text"]))
         if "query" in row:
@@ -223,8 +229,9 @@ def choose_queries(editions: dict[str, dict[str, list[dict[str, str]]]]) -> list
             text = (row["alternative"] if is_cross else "") or row["query"]
             if is_cross and text.casefold() == answer["query"].casefold():
                 continue  # is not translated
-            if len(keys_of[row["query"].casefold()]) == 1 and ranks[asked] < limit:
-                queries.append(Query(text, row["language"], asked, key, names[0], ranks[asked]))
+            rank = ranks[asked] / SHARES.get(asked, OTHER_SHARE)
+            if len(keys_of[row["query"].casefold()]) == 1 and rank < limit:
+                queries.append(Query(text, row["language"], asked, key, names[0], rank))
                 ranks[asked] += 1
     return queries
 
@@ -232,8 +239,8 @@ def choose_queries(editions: dict[str, dict[str, list[dict[str, str]]]]) -> list
 def find_answers(corpus: Corpus, queries: list[Query]) -> tuple[np.ndarray, list[set[int]]]:
     """Returns which passages are in the collection (N,), and the answers of each query.
 
-    Other editions of an answer, and all but the first of equal texts, are not in the collection.
-    Near-duplicates of an answer are answers.
+    The rest of the section of an answer, its other editions, and all but the first of equal texts
+    are not in the collection. Near-duplicates of an answer are answers.
     """
     reserved = np.array([_hash(query.key) for query in queries], np.uint64)
     answers = {_hash(f"{query.key} {query.edition}"): n for n, query in enumerate(queries)}

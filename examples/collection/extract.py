@@ -18,8 +18,11 @@ from examples.collection import markup
 
 #: Size of passages. The number of tokens is about proportional to the bytes in all scripts.
 MIN_BYTES, MAX_BYTES = 30, 600
-#: A heading is a query if it has that many characters, and its section is at most that long.
-QUERY_CHARACTERS, MAX_CHUNKS = range(8, 120), 3
+#: Number of characters of a query, and what makes a heading a signature or a name.
+QUERY_CHARACTERS = range(8, 120)
+_IS_NAME = re.compile(
+    r"[()<>*&=_{}\\/|$@]|::|[a-z][A-Z]|\w\.\w|--|^\W*(Class|Interface|Enum|Uses of|Package) "
+)
 
 
 class Section(NamedTuple):
@@ -210,17 +213,20 @@ def _text(content: bytes) -> str:
 
 def passages(section: Section, package: str) -> Iterator[dict[str, Any]]:
     """Yields the passages of a section. The first has the query, unless that is unsuitable."""
-    texts = list(chunks(section.paragraphs))
     query = " ".join(re.sub(r"^[\d.\s]+|¶|\[edit\]", "", section.query).split())
-    is_word = section.kind == "definition"
-    is_query = len(query) in QUERY_CHARACTERS and (" " in query or not query.isascii())
-    if not ((is_word and query) or is_query) or len(texts) > MAX_CHUNKS:
+    if section.kind != "definition":
+        is_phrase = query.count(" ") > 1 or not query.isascii()
+        if len(query) not in QUERY_CHARACTERS or not is_phrase:
+            query = ""
+    if section.kind == "heading" and _IS_NAME.search(query):
         query = ""
-    for number, text in enumerate(texts):
+    language, _, region = section.language.replace("_", "-").partition("-")
+    language += f"-{region.upper()}" if region else ""
+    for number, text in enumerate(chunks(section.paragraphs)):
         row = {
             "_id": f"{package}/{section.path}-{number}",
             "text": text,
-            "language": section.language,
+            "language": language,
             "package": package,
             "key": section.key,
             "edition": section.edition,

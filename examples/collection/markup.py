@@ -69,12 +69,14 @@ def read_html(text: str) -> Iterator[tuple[str, list[str]]]:
 _ESCAPES = {"-": "-", "e": "\\", "(aq": "'", "(cq": "’", "(oq": "‘", "(lq": "“", "(rq": "”"}
 _ESCAPES |= {"(em": "—", "(en": "–", "(bu": "•", "(co": "©", "(dq": '"', "(ti": "~", "(ha": "^"}
 _ESCAPES |= {" ": " ", "~": " ", "'": "'", "`": "`", "(hy": "-", "(mi": "-", "(bv": "|"}
-_ESCAPE = re.compile(r"\\(?:[fFn*gkmM](?:\[[^]]*\]|\(..|.)|s[-+]?\d+|\[[^]]*\]|(?:\(..)|\".*|.)")
+_ESCAPE = re.compile(
+    r"\\(?:[hvwlLDoZXbRxA]'[^']*'|[fFn*gkmM](?:\[[^]]*\]|\(..|.)|s[-+]?\d+|\[[^]]*\]|(?:\(..)|\".*|.)"
+)
 #: Macros that end a paragraph, and those that are ignored together with their arguments.
 _BREAKS = words("PP P LP TP IP HP RS RE TQ Pp It Bl El sp br SY YS EX EE nf fi Bd Ed")
 _IGNORED = words(
     "TH Dd Dt Os ad ft if ie el ds nr de hy na ne in ti so ta ll pl UE ME rm tr als PD . .. cc ig "
-    "mso lg do fam nh Xo Xc Sm"
+    "IX mso lg do fam nh Xo Xc Sm"
 )
 
 

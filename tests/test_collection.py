@@ -1,56 +1,228 @@
-"""Tests of the open collection on a miniature mirror."""
+"""Tests of the open collection on packages that are made here in the real layout."""
 
 import bz2
+import gzip
 import hashlib
 import io
 import json
 import tarfile
 from pathlib import Path
 
-from examples.collection.build import build
-from examples.collection.extract import members
+import pyarrow as pa
+import pytest
+
+from examples.collection import build as building
+from examples.collection.build import HALVES, SLICES, Slice, build, sketch
+from examples.collection.extract import EXTRACTORS, members, passages
+from examples.collection.licences import licences
+from pipeline.config import SpecError
+
+WORDS = [
+    "amber",
+    "birch",
+    "cedar",
+    "delta",
+    "ember",
+    "fjord",
+    "grove",
+    "heath",
+    "islet",
+    "jetty",
+    "knoll",
+    "ledge",
+    "marsh",
+]
+COPYRIGHT = b"Files: *\nLicense: GPL-2+\n text\n"
 
 
-def make_deb(path: Path, files: dict[str, bytes]) -> None:
+def make_deb(path: Path, files: dict[str, bytes], suffix: str = "xz") -> None:
+    """Writes an `ar` archive with a control and a data archive."""
     data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w:xz") as archive:
+    mode = {"xz": "w:xz", "gz": "w:gz", "zst": "w"}[suffix]
+    with tarfile.open(fileobj=data, mode=mode) as archive:
         for name, content in files.items():
             info = tarfile.TarInfo(f"./{name}")
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
+    content = data.getvalue()
+    if suffix == "zst":
+        content = pa.compress(content, codec="zstd", asbytes=True)
     blocks = b""
-    for name, content in (("debian-binary", b"2.0"), ("data.tar.xz", data.getvalue())):
-        header = f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n".encode()
-        blocks += header + content + b"\n" * (len(content) % 2)
+    for name, block in (
+        ("debian-binary", b"2.0"),
+        ("control.tar", b"odd"),
+        (f"data.tar.{suffix}", content),
+    ):
+        header = f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(block):<10}`\n".encode()
+        blocks += header + block + b"\n" * (len(block) % 2)
     path.write_bytes(b"!<arch>\n" + blocks)
 
 
-GLOSS = b"00001740 03 n 02 big_cat 0 lion 1 000 | a large animal \n  1 licence\n"
-DESCRIPTION = "Package: a\nDescription-md5: 0\nDescription-de: Kurz\n Lang\n .\n Ende\n\n"
+def text_of(number: int, language: str) -> str:
+    """Returns a text of its own for each number and language."""
+    words = [f"{language}{word}{number * 7 % 13}" for word in WORDS]
+    return " ".join([*words[number % 13 :], *words[: number % 13], f"end {number}."])
 
 
-def test_collection_builds_the_same_bytes_and_names_missing_packages(tmp_path, capsys):
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    """Recipe of packages of all readers, which are downloaded already, and one that is gone."""
     downloads = tmp_path / "data" / "downloads"
     downloads.mkdir(parents=True)
-    make_deb(downloads / "w.deb", {"usr/share/wordnet/data.noun": GLOSS})
-    (downloads / "t.bz2").write_bytes(bz2.compress(DESCRIPTION.encode()))
-    assert dict(members(downloads / "w.deb")) == {"usr/share/wordnet/data.noun": GLOSS}
-    files = [
-        {"package": name, "path": name, "language": language, "kind": kind, "sha256": hash_}
-        for name, language, kind, hash_ in (
-            ("w.deb", "en", "gloss", hashlib.sha256((downloads / "w.deb").read_bytes())),
-            ("t.bz2", "de", "description", hashlib.sha256((downloads / "t.bz2").read_bytes())),
-            ("gone.deb", "en", "gloss", hashlib.sha256(b"")),
+    for language in ("de", "fr"):
+        blocks = [
+            f"Package: p{n}\nDescription-md5: 0\nDescription-{language}: a tool {language} for {n}\n"
+            f" p{n} {text_of(n, language)}\n"
+            for n in range(40)
+        ]
+        (downloads / f"t-{language}.bz2").write_bytes(bz2.compress("\n".join(blocks).encode()))
+    lines = [f"0000000{n} 03 n 01 big_cat{n} 0 000 | {text_of(n, 'w')}\n" for n in range(10)]
+    make_deb(downloads / "w.deb", {"usr/share/wordnet/data.noun": "".join(lines).encode()}, "gz")
+    entries = "".join(
+        f'big cat{n} \\Big"\\, n. [L. felis]\n   1. {text_of(n, "g")}\n      [1913 Webster]\n\n'
+        for n in range(10)
+    )
+    make_deb(
+        downloads / "d.deb", {"usr/share/dictd/gcide.dict.dz": gzip.compress(entries.encode())}
+    )
+    pages = {
+        f"usr/share/man/{folder}man1/m{n}.1.gz": gzip.compress(
+            f".SH NAME\nm{n} \\- shows {folder[:2]} thing {n}\n.SH SYNOPSIS\nm{n} a long synopsis "
+            f"of it\n.SH {title}\n{text_of(n, folder[:2] or 'en')}\n".encode()
         )
-        for hash_ in (hash_.hexdigest(),)
+        for folder, title in (("", "DESCRIPTION"), ("de/", "BESCHREIBUNG"))
+        for n in range(10)
+    }
+    pages["usr/share/doc/m.deb/copyright"] = COPYRIGHT
+    make_deb(downloads / "m.deb", pages, "zst")
+    html = {
+        f"usr/share/h/{n}.html": (
+            f"<h1>How to use part {n}</h1><p>{text_of(n, 'h')}</p><a href=x>Menu of links here</a>"
+        ).encode()
+        for n in range(10)
+    }
+    make_deb(downloads / "h.deb", html)
+    (downloads / "broken.deb").write_bytes(b"!<arch>\n")
+    files = [
+        ("t-de.bz2", "descriptions", "de"),
+        ("t-fr.bz2", "descriptions", "fr"),
+        ("w.deb", "wordnet", "en"),
+        ("d.deb", "gcide", "en"),
+        ("m.deb", "manuals", ""),
+        ("h.deb", "pages", "en"),
+        ("broken.deb", "pages", "en"),
+        ("gone.deb", "pages", "en"),
     ]
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(json.dumps({"mirror": "http://127.0.0.1:9", "files": files}))
-    assert build(tmp_path / "data", "1k", recipe) == ["gone.deb"]
-    assert "gone.deb is missing" in capsys.readouterr().out
-    corpus = tmp_path / "data" / "1k" / "corpus.jsonl"
-    first = corpus.read_bytes()
-    texts = {json.loads(line)["text"] for line in first.splitlines()}
-    assert texts == {"a large animal", "Lang Ende"}
-    assert build(tmp_path / "data", "1k", recipe) == ["gone.deb"]
-    assert corpus.read_bytes() == first
+    rows = [
+        {"package": name, "path": name, "bytes": 1, "reader": reader, "language": language}
+        | {"sha256": hash_of(downloads / name)}
+        for name, reader, language in files
+    ]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({"mirrors": ["http://127.0.0.1:9"], "files": rows}))
+    return path
+
+
+def hash_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes() if path.exists() else b"").hexdigest()
+
+
+def read_lines(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_qrels(folder: Path) -> dict[str, dict[str, set[str]]]:
+    qrels: dict[str, dict[str, set[str]]] = {half: {} for half in HALVES}
+    for half, answers in qrels.items():
+        for line in (folder / "qrels" / f"{half}.tsv").read_text().splitlines()[1:]:
+            query, item, _ = line.split("\t")
+            answers.setdefault(query, set()).add(item)
+    return qrels
+
+
+def test_collection_has_queries_of_all_kinds_with_answers(tmp_path, recipe, capsys):
+    missing = build(tmp_path / "data", "all", recipe)
+    assert [sentence.partition(":")[0] for sentence in missing] == ["broken.deb", "gone.deb"]
+    assert "broken.deb has no data.tar" in missing[0]
+    assert "missing package gone.deb" in capsys.readouterr().out
+    folder = tmp_path / "data" / "all"
+    corpus = {row["_id"]: row for row in read_lines(folder / "corpus.jsonl")}
+    queries = {row["_id"]: row for row in read_lines(folder / "queries.jsonl")}
+    kinds = {"definition", "paraphrase", "heading", "synopsis", "description", "translation"}
+    assert {query["kind"] for query in queries.values()} == kinds
+    qrels = read_qrels(folder)
+    assert not qrels["choose"].keys() & qrels["prove"].keys()
+    assert qrels["choose"].keys() | qrels["prove"].keys() == queries.keys()
+    for half in HALVES:
+        for query, items in qrels[half].items():
+            row = queries[query]
+            (item,) = items
+            number = row["text"].rstrip(".").split()[-1].removeprefix("cat")
+            assert corpus[item]["text"].split("end ")[1].startswith(f"{number}.")
+            is_other = corpus[item]["language"] != row["language"]
+            assert is_other == (row["kind"] == "translation")
+    # Of a described package with a query, only the answer is in the collection.
+    numbers = [
+        row["text"].split("end ")[1] for row in corpus.values() if row["package"][:2] == "t-"
+    ]
+    assert len(numbers) == len(set(numbers)) == 40
+    assert json.loads((folder / "summary.json").read_text())["missing"] == missing
+    assert not [path for path in corpus if path.startswith("h.deb") and "Menu" in corpus[path]]
+    before = (folder / "corpus.jsonl").read_bytes(), (folder / "queries.jsonl").read_bytes()
+    (tmp_path / "data" / ".all.part").mkdir()  # of an interrupted run
+    build(tmp_path / "data", "all", recipe)
+    assert (
+        (folder / "corpus.jsonl").read_bytes(),
+        (folder / "queries.jsonl").read_bytes(),
+    ) == before
+
+
+def test_slices_contain_the_smaller_ones(tmp_path, recipe, monkeypatch):
+    monkeypatch.setitem(SLICES, "1k", Slice(20, 1))
+    monkeypatch.setitem(SLICES, "10k", Slice(45, 4))
+    rows = {}
+    for name in ("1k", "10k"):
+        build(tmp_path / "data", name, recipe)
+        folder = tmp_path / "data" / name
+        rows[name] = {row["_id"] for row in read_lines(folder / "corpus.jsonl")}
+        answers = [ids for half in read_qrels(folder).values() for ids in half.values()]
+        assert answers
+        assert set().union(*answers) <= rows[name]
+    assert len(rows["1k"]) == 20
+    assert len(rows["10k"]) == 45
+    assert rows["1k"] < rows["10k"]
+
+
+def test_near_duplicates_share_hashes():
+    text = " ".join(f"{word} {word[::-1]}" for word in WORDS)
+    shared = [len(set(sketch(text)) & set(sketch(other))) for other in (text + " x", text[::-1])]
+    assert shared[0] >= building.MIN_SHARED > 2 > shared[1]
+
+
+def test_readers_remove_what_a_query_names(tmp_path):
+    gloss = b'00001740 03 n 02 big_cat 0 lion 0 000 | a feline; "big cats, lions and a lioness"\n'
+    make_deb(tmp_path / "w.deb", {"usr/share/wordnet/data.noun": gloss})
+    assert dict(members(tmp_path / "w.deb")) == {"usr/share/wordnet/data.noun": gloss}
+    (section,) = EXTRACTORS["wordnet"](tmp_path / "w.deb", "en")
+    (row,) = passages(section, "w")
+    assert row["text"] == 'a feline; "~, ~ and a lioness"'
+    assert (row["query"], row["alternative"]) == ("big cat", "a feline")
+
+
+def test_licences_are_those_of_the_copyright_files(tmp_path, recipe):
+    spec = json.loads(recipe.read_text())
+    spec["files"] = spec["files"][:1] + spec["files"][4:5]
+    recipe.write_text(json.dumps(spec))
+    table = list(licences(tmp_path / "data", recipe))[2:]
+    assert table == [
+        "| t-de.bz2 | 12.15 | those of the described packages |",
+        "| m.deb | 12.15 | GPL-2+ |",
+    ]
+
+
+def test_a_full_disk_is_named_before_the_download(tmp_path, recipe):
+    spec = json.loads(recipe.read_text())
+    spec["files"][-1]["bytes"] = 10**15
+    recipe.write_text(json.dumps(spec))
+    with pytest.raises(SpecError, match=r"DATA must be on a disk with 6000000.0 GB of free space"):
+        build(tmp_path / "data", "1k", recipe)

@@ -1,0 +1,59 @@
+"""Table of the packages of the recipe with their versions and licences."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import yaml
+
+from examples.collection.build import RECIPE, fetch
+from examples.collection.extract import members
+
+#: Phrases of copyright files that have no `License` fields.
+_PHRASES = {
+    "GPL": r"General Public License|\bGPL\b",
+    "GFDL": r"Free Documentation License|\bGFDL\b",
+    "public domain": r"public domain",
+    "BSD": r"Redistribution and use in source and binary forms|University of California",
+    "MIT": r"to deal in the Software without restriction",
+    "Tcl": r"permission to use, copy, modify, distribute, and license",
+    "verbatim": r"permission is granted to make and distribute verbatim copies",
+}
+MAX_NAMES = 4
+
+
+def licences(
+    data: Path, recipe: Path = RECIPE, say: Callable[[str], None] = print
+) -> Iterator[str]:
+    """Yields the lines of a Markdown table, from the copyright files of the packages."""
+    spec = yaml.safe_load(recipe.read_text())
+    yield "| package | version | licences, the most frequent first |"
+    yield "|---|---|---|"
+    for file in spec["files"]:
+        if file["reader"] == "descriptions":
+            names = "those of the described packages"
+        else:
+            path = fetch(data, file, spec["mirrors"], say)
+            wanted = f"usr/share/doc/{file['package']}/copyright"
+            content = next((text for name, text in members(path) if name == wanted), b"")
+            names = ", ".join(licence_names(content.decode(errors="replace"))) or "not stated"
+        yield f"| {file['package']} | {file.get('version', '12.15')} | {names} |"
+
+
+def licence_names(text: str) -> list[str]:
+    """Returns the names of the licences in a copyright file.
+
+    >>> licence_names("License: GPL-2+\\n text\\nLicense: GPL-2+\\nLicense: Expat\\n")
+    ['GPL-2+', 'Expat']
+    >>> licence_names("It is in the public domain.")
+    ['public domain']
+    """
+    fields = re.findall(r"^Licen[cs]e: *(\S[^\n]{0,39})$", text, re.M)
+    plain = " ".join(text.split())
+    found = [name for name, phrase in _PHRASES.items() if re.search(phrase, plain, re.I)]
+    names = [name for name, _ in Counter(fields).most_common()] or found
+    rest = [f"{len(names) - MAX_NAMES} others"] if len(names) > MAX_NAMES else []
+    return names[:MAX_NAMES] + rest

@@ -17,21 +17,6 @@ from examples.collection.extract import EXTRACTORS, members, passages
 from examples.collection.licences import licences
 from pipeline.config import SpecError
 
-WORDS = [
-    "amber",
-    "birch",
-    "cedar",
-    "delta",
-    "ember",
-    "fjord",
-    "grove",
-    "heath",
-    "islet",
-    "jetty",
-    "knoll",
-    "ledge",
-    "marsh",
-]
 COPYRIGHT = b"Files: *\nLicense: GPL-2+\n text\n"
 
 
@@ -60,8 +45,12 @@ def make_deb(path: Path, files: dict[str, bytes], suffix: str = "xz") -> None:
 
 def text_of(number: int, language: str) -> str:
     """Returns a text of its own for each number and language."""
-    words = [f"{language}{word}{number * 7 % 13}" for word in WORDS]
-    return " ".join([*words[number % 13 :], *words[: number % 13], f"end {number}."])
+    words = [hash_of(f"{language}{number}{place}".encode())[:7] for place in range(9)]
+    return f"{language} {' '.join(words)} end {number}."
+
+
+def hash_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 @pytest.fixture
@@ -71,8 +60,8 @@ def recipe(tmp_path) -> Path:
     downloads.mkdir(parents=True)
     for language in ("de", "fr"):
         blocks = [
-            f"Package: p{n}\nDescription-md5: 0\nDescription-{language}: a tool {language} for {n}\n"
-            f" p{n} {text_of(n, language)}\n"
+            f"Package: p{n}\nDescription-md5: 0\n"
+            f"Description-{language}: a tool {language} for {n}\n p{n} {text_of(n, language)}\n"
             for n in range(40)
         ]
         (downloads / f"t-{language}.bz2").write_bytes(bz2.compress("\n".join(blocks).encode()))
@@ -115,16 +104,12 @@ def recipe(tmp_path) -> Path:
     ]
     rows = [
         {"package": name, "path": name, "bytes": 1, "reader": reader, "language": language}
-        | {"sha256": hash_of(downloads / name)}
+        | {"sha256": hash_of(path.read_bytes() if (path := downloads / name).exists() else b"")}
         for name, reader, language in files
     ]
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps({"mirrors": ["http://127.0.0.1:9"], "files": rows}))
     return path
-
-
-def hash_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes() if path.exists() else b"").hexdigest()
 
 
 def read_lines(path: Path) -> list[dict[str, str]]:
@@ -168,13 +153,11 @@ def test_collection_has_queries_of_all_kinds_with_answers(tmp_path, recipe, caps
     assert len(numbers) == len(set(numbers)) == 40
     assert json.loads((folder / "summary.json").read_text())["missing"] == missing
     assert not [path for path in corpus if path.startswith("h.deb") and "Menu" in corpus[path]]
-    before = (folder / "corpus.jsonl").read_bytes(), (folder / "queries.jsonl").read_bytes()
+    names = ("corpus.jsonl", "queries.jsonl", "qrels/choose.tsv", "qrels/prove.tsv")
+    before = [(folder / name).read_bytes() for name in names]
     (tmp_path / "data" / ".all.part").mkdir()  # of an interrupted run
     build(tmp_path / "data", "all", recipe)
-    assert (
-        (folder / "corpus.jsonl").read_bytes(),
-        (folder / "queries.jsonl").read_bytes(),
-    ) == before
+    assert [(folder / name).read_bytes() for name in names] == before
 
 
 def test_slices_contain_the_smaller_ones(tmp_path, recipe, monkeypatch):
@@ -194,7 +177,7 @@ def test_slices_contain_the_smaller_ones(tmp_path, recipe, monkeypatch):
 
 
 def test_near_duplicates_share_hashes():
-    text = " ".join(f"{word} {word[::-1]}" for word in WORDS)
+    text = text_of(1, "en")
     shared = [len(set(sketch(text)) & set(sketch(other))) for other in (text + " x", text[::-1])]
     assert shared[0] >= building.MIN_SHARED > 2 > shared[1]
 

@@ -44,9 +44,9 @@ def licences(
 
 
 def licence_names(text: str) -> list[str]:
-    """Returns the names of the licences in a copyright file.
+    r"""Returns the names of the licences in a copyright file.
 
-    >>> licence_names("License: GPL-2+\\n text\\nLicense: GPL-2+\\nLicense: Expat\\n")
+    >>> licence_names("License: GPL-2+\n text\nLicense: GPL-2+\nLicense: Expat\n")
     ['GPL-2+', 'Expat']
     >>> licence_names("It is in the public domain.")
     ['public domain']

@@ -86,9 +86,10 @@ def recipe(tmp_path) -> Path:
     make_deb(downloads / "m.deb", pages, "zst")
     html = {
         f"usr/share/h/{n}.html": (
-            f"<h1>How to use part {n}</h1><p>{text_of(n, 'h')}</p><a href=x>Menu of links here</a>"
+            f"<h1>{'How to use part' if n < 10 else 'Part'} {n}</h1><p>{text_of(n, 'h')}</p>"
+            "<a href=x>Menu of links here</a>"
         ).encode()
-        for n in range(10)
+        for n in range(40)
     }
     make_deb(downloads / "h.deb", html)
     (downloads / "broken.deb").write_bytes(b"!<arch>\n")

@@ -1,10 +1,10 @@
 """Builds an open collection of passages and queries from pinned packages of Debian.
 
-    python -m examples.collection build DATA [--slice 1k|10k|100k|all]
+    python -m examples.collection build DATA [--slice 1k 10k 100k all]
     python -m examples.collection licences DATA
 
-Rerun the same command to resume. Packages that cannot be downloaded or read are listed, the slice
-is made of the others, and the exit code is 2. Once the packages are in DATA, no network is needed.
+Rerun the same command to resume. Packages that cannot be downloaded or read are listed, the slices
+are made of the others, and the exit code is 2. Once the packages are in DATA, no network is needed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from pipeline.runtime.atomic import check_writable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and builds a slice, or prints the table of licences."""
+    """Parses the command line and builds slices, or prints the table of licences."""
     parser = jobs.parser(__doc__)
     parser.add_argument("verb", choices=["build", "licences"], help="what to do")
-    parser.add_argument("data", metavar="DATA", help="folder of the packages and the slices")
-    parser.add_argument("--slice", choices=SLICES, default="1k", help="size (default: 1k)")
+    parser.add_argument("data", metavar="DATA", help="folder of packages and slices")
+    parser.add_argument(
+        "--slice", nargs="+", choices=SLICES, default=["1k"], help="sizes (default: 1k)"
+    )
     args = parser.parse(arguments)
     check_writable(args.data, "DATA")
     if args.verb == "licences":

@@ -12,7 +12,7 @@ import shutil
 import tarfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,11 +56,14 @@ SKETCH, MIN_SHARED = 8, 6
 
 
 def build(
-    data: Path, name: str, recipe: Path = RECIPE, say: Callable[[str], None] = print
+    data: Path,
+    names: Sequence[str],
+    recipe: Path = RECIPE,
+    say: Callable[[str], None] = print,
 ) -> list[str]:
-    """Writes `corpus.jsonl`, `queries.jsonl`, `qrels/{choose,prove}.tsv` and `summary.json`.
+    """Writes slices: `corpus.jsonl`, `queries.jsonl`, `qrels/*.tsv` and `summary.json`.
 
-    They are in the folder `DATA/NAME`, which appears when it is complete. Downloads and extracted
+    A slice is in the folder `DATA/NAME`, which appears when it is complete. Downloads and extracted
     passages are kept in `DATA`, so that an interrupted run resumes.
 
     Returns:
@@ -80,13 +83,21 @@ def build(
             say(f"missing package {missing[-1]}")
     if not parts:
         raise SpecError("DATA", str(data), "a folder with at least one package", "has none")
-    folder, temporary = data / name, data / f".{name}.part"
-    shutil.rmtree(temporary, ignore_errors=True)
-    (temporary / "qrels").mkdir(parents=True)
-    summary = _write(temporary, parts, SLICES[name]) | {"missing": missing}
-    (temporary / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False))
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    corpus = _scan(parts)
+    say(f"{len(corpus.ids):,} passages, equal ones included")
+    queries = choose_queries(corpus.editions)
+    selected, found = find_answers(corpus, queries)
+    for name in names:
+        folder, temporary = data / name, data / f".{name}.part"
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / "qrels").mkdir(parents=True)
+        used = _used(queries, found, SLICES[name].num_queries)
+        rows = _select(corpus, selected, found, used, SLICES[name].num_passages)
+        summary = _write(temporary, parts, rows, used) | {"missing": missing}
+        (temporary / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False))
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        say(f"{folder}: {summary['passages']:,} passages, {len(used):,} queries")
     return missing
 
 
@@ -251,43 +262,56 @@ def find_answers(corpus: Corpus, queries: list[Query]) -> tuple[np.ndarray, list
     unique[kept[first]] = True
     found: list[set[int]] = [set() for _ in queries]
     owners: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for row, same in zip(kept, kept[first][inverse], strict=True):
-        if is_answer[row]:
-            number = answers[int(corpus.answers[row])]
-            found[number].add(int(same))
-            for value in corpus.sketches[row].tolist():
-                owners[value].add((number, int(row)))
+    for place in np.flatnonzero(is_answer[kept]):
+        row = int(kept[place])
+        number = answers[int(corpus.answers[row])]
+        found[number].add(int(kept[first[inverse[place]]]))
+        for value in corpus.sketches[row].tolist():
+            owners[value].add((number, row))
     owners.pop(0, None)
     shared = np.isin(corpus.sketches, np.array(list(owners), np.uint32)).sum(1)
-    for row in np.flatnonzero(unique & (shared >= MIN_SHARED)):
+    for row in np.flatnonzero(unique & (shared >= MIN_SHARED)).tolist():
         values = corpus.sketches[row].tolist()
         counts = Counter(owner for value in values for owner in owners.get(value, ()))
         for (number, _), count in counts.items():
             if count >= MIN_SHARED:
-                found[number].add(int(row))
+                found[number].add(row)
     return unique, found
 
 
-def _write(folder: Path, parts: list[Path], size: Slice) -> dict[str, Any]:
-    """Writes the files of a slice and returns its numbers of passages and queries."""
-    corpus = _scan(parts)
-    queries = choose_queries(corpus.editions)
-    selected, found = find_answers(corpus, queries)
-    is_answer = np.zeros(len(selected), bool)
-    is_answer[[row for rows in found for row in rows]] = True
-    used = [
+def _used(
+    queries: list[Query], found: list[set[int]], num_queries: int
+) -> list[tuple[Query, set[int]]]:
+    """Returns the queries of a slice with their answers."""
+    return [
         (query, rows)
         for query, rows in zip(queries, found, strict=True)
-        if query.rank < size.num_queries and 0 < len(rows) <= MAX_ANSWERS
+        if query.rank < num_queries and 0 < len(rows) <= MAX_ANSWERS
     ]
-    if size.num_passages is not None:
-        others = np.flatnonzero(selected & ~is_answer)
-        others = others[np.argsort(corpus.ids[others], kind="stable")]
-        needed = np.array(sorted({row for _, rows in used for row in rows}), np.int64)
-        selected[:] = False
-        selected[needed] = True
-        selected[others[: max(size.num_passages - len(needed), 0)]] = True
-    rows = np.flatnonzero(selected)
+
+
+def _select(
+    corpus: Corpus,
+    selected: np.ndarray,
+    found: list[set[int]],
+    used: list[tuple[Query, set[int]]],
+    num_passages: int | None,
+) -> np.ndarray:
+    """Returns the rows of a slice: answers, and passages that answer no query, by their hashes."""
+    if num_passages is None:
+        return np.flatnonzero(selected)
+    needed = np.array(sorted({row for _, rows in used for row in rows}), np.int64)
+    is_other = selected.copy()
+    is_other[[row for rows in found for row in rows]] = False
+    others = np.flatnonzero(is_other)
+    others = others[np.argsort(corpus.ids[others], kind="stable")]
+    return np.sort(np.append(needed, others[: max(num_passages - len(needed), 0)]))
+
+
+def _write(
+    folder: Path, parts: list[Path], rows: np.ndarray, used: list[tuple[Query, set[int]]]
+) -> dict[str, Any]:
+    """Writes the files of a slice and returns its numbers of passages and queries."""
     wanted = set(rows.tolist())
     ids: dict[int, str] = {}
     codes, texts = [], []

@@ -198,12 +198,12 @@ class Corpus(NamedTuple):
     answers: np.ndarray
     ids: np.ndarray
     sketches: np.ndarray
-    editions: dict[str, dict[str, list[dict[str, str]]]]
+    editions: dict[str, dict[str, list[dict[str, Any]]]]
 
 
 def _scan(parts: list[Path]) -> Corpus:
     hashes, sketches = [], []
-    editions: dict[str, dict[str, list[dict[str, str]]]] = defaultdict(lambda: defaultdict(list))
+    editions: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in _rows(parts):
         text, key = " ".join(row["text"].casefold().split()), row["key"]
         answer = f"{key} {row['edition']}" if "query" in row else ""
@@ -211,12 +211,13 @@ def _scan(parts: list[Path]) -> Corpus:
         sketches.append(sketch(row["text"]))
         if "query" in row:
             fields = ("edition", "language", "query", "alternative")
-            editions[row["kind"]][key].append({field: row[field] for field in fields})
+            edition = {field: row[field] for field in fields} | {"text": hashes[-1][0]}
+            editions[row["kind"]][key].append(edition)
     texts, keys, answers, ids = np.array(hashes, np.uint64).reshape(-1, 4).T
     return Corpus(texts, keys, answers, ids, np.array(sketches), editions)
 
 
-def choose_queries(editions: dict[str, dict[str, list[dict[str, str]]]]) -> list[Query]:
+def choose_queries(editions: dict[str, dict[str, list[dict[str, Any]]]]) -> list[Query]:
     """Chooses the queries of each kind in the order of the hashes of their keys.
 
     The answers are the passages of one edition. Half of the keys with several editions have a
@@ -238,7 +239,8 @@ def choose_queries(editions: dict[str, dict[str, list[dict[str, str]]]]) -> list
             answer, row = editions_of[names[0]], editions_of[names[is_cross]]
             asked = CROSS.get(kind, "translation") if is_cross else kind
             text = (row["alternative"] if is_cross else "") or row["query"]
-            if is_cross and text.casefold() == answer["query"].casefold():
+            is_same = is_cross and text.casefold() == answer["query"].casefold()
+            if is_same or sum(other["text"] == answer["text"] for other in keys[key]) > 1:
                 continue  # is not translated
             rank = ranks[asked] / SHARES.get(asked, OTHER_SHARE)
             if len(keys_of[row["query"].casefold()]) == 1 and rank < limit:

@@ -173,8 +173,8 @@ def manuals(path: Path, language: str) -> Iterator[Section]:
 
 #: Languages in paths of pages.
 LANGUAGES = markup.words(
-    "ca cs da de el en es fi fr hu it ja ko nl nn pl pt pt-br pt_BR ro ru sv tr uk vi zh-cn zh_CN "
-    "zh_TW"
+    "ca cs da de el en es es_ES fi fr hu id it it_IT ja ja_JP ko ko_KR nl nn pl pt pt-br pt_BR ro "
+    "ru sv sv_SE tr uk vi zh-cn zh_CN zh_TW"
 )
 
 
@@ -185,7 +185,7 @@ def pages(path: Path, language: str) -> Iterator[Section]:
     fixed language has pages in several.
     """
     for name, content in members(path):
-        if not re.search(r"\.html?(\.gz)?$", name) or "lintian" in name:
+        if not re.search(r"\.html?(\.gz)?$", name) or "maintainers" in name:
             continue
         text = _text(gzip.decompress(content) if name.endswith(".gz") else content)
         stem = re.sub(r"\.html?(\.gz)?$", "", name.removeprefix("usr/share/"))

@@ -138,7 +138,7 @@ def _code() -> str:
 
 def _part(data: Path, file: dict[str, Any], mirrors: list[str], say: Callable[[str], None]) -> Path:
     """Returns the JSON lines of the passages of a package, which are extracted once."""
-    code = _hash(f"{_code()} {file['sha256']}")
+    code = _hash(f"{_code()} {file}")
     part = data / "parts" / f"{file['package']}-{code:016x}.jsonl"
     if not part.exists():
         path = fetch(data, file, mirrors, say)

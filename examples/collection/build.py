@@ -52,7 +52,7 @@ CROSS = {"definition": "paraphrase"}
 #: A query with more answers says too little.
 MAX_ANSWERS = 10
 #: Two passages are near-duplicates if they share that many hashes of their sketches.
-SKETCH, MIN_SHARED = 8, 6
+SKETCH, MIN_SHARED = 8, 7
 
 
 def build(

@@ -18,11 +18,15 @@ _PHRASES = {
     "GFDL": r"Free Documentation License|\bGFDL\b",
     "public domain": r"public domain",
     "BSD": r"Redistribution and use in source and binary forms|University of California",
+    "PSF": r"Python Software Foundation License",
+    "stated in each page": r"each file that contains nroff source",
     "MIT": r"to deal in the Software without restriction",
     "Tcl": r"permission to use, copy, modify, distribute, and license",
     "verbatim": r"permission is granted to make and distribute verbatim copies",
 }
 MAX_NAMES = 4
+#: Release of the lists of descriptions, which have no version.
+RELEASE = "12.15"
 
 
 def licences(
@@ -30,17 +34,20 @@ def licences(
 ) -> Iterator[str]:
     """Yields the lines of a Markdown table, from the copyright files of the packages."""
     spec = yaml.safe_load(recipe.read_text())
-    yield "| package | version | licences, the most frequent first |"
-    yield "|---|---|---|"
+    packages: dict[tuple[str, str], list[str]] = {}
     for file in spec["files"]:
-        if file["reader"] == "descriptions":
-            names = "those of the described packages"
-        else:
+        names = "those of the described packages"
+        if file["reader"] != "descriptions":
             path = fetch(data, file, spec["mirrors"], say)
             wanted = f"usr/share/doc/{file['package']}/copyright"
             content = next((text for name, text in members(path) if name == wanted), b"")
-            names = ", ".join(licence_names(content.decode(errors="replace"))) or "not stated"
-        yield f"| {file['package']} | {file.get('version', '12.15')} | {names} |"
+            names = ", ".join(licence_names(content.decode(errors="replace")))
+            names = names or "those of its source package"
+        packages.setdefault((file.get("version", RELEASE), names), []).append(file["package"])
+    yield "| packages | version | licences, the most frequent first |"
+    yield "|---|---|---|"
+    for (version, names), found in packages.items():
+        yield f"| {', '.join(found)} | {version} | {names} |"
 
 
 def licence_names(text: str) -> list[str]:

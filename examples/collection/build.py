@@ -258,16 +258,16 @@ def find_answers(corpus: Corpus, queries: list[Query]) -> tuple[np.ndarray, list
     reserved = np.array([_hash(query.key) for query in queries], np.uint64)
     answers = {_hash(f"{query.key} {query.edition}"): n for n, query in enumerate(queries)}
     is_answer = np.isin(corpus.answers, np.array(list(answers), np.uint64))
-    kept = np.flatnonzero(is_answer | ~np.isin(corpus.keys, reserved))
-    _, first, inverse = np.unique(corpus.texts[kept], return_index=True, return_inverse=True)
+    candidates = np.flatnonzero(is_answer | ~np.isin(corpus.keys, reserved))
+    _, first, inverse = np.unique(corpus.texts[candidates], return_index=True, return_inverse=True)
     unique = np.zeros(len(is_answer), bool)
-    unique[kept[first]] = True
+    unique[candidates[first]] = True
     found: list[set[int]] = [set() for _ in queries]
     owners: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for place in np.flatnonzero(is_answer[kept]):
-        row = int(kept[place])
+    for place in np.flatnonzero(is_answer[candidates]):
+        row = int(candidates[place])
         number = answers[int(corpus.answers[row])]
-        found[number].add(int(kept[first[inverse[place]]]))
+        found[number].add(int(candidates[first[inverse[place]]]))
         for value in corpus.sketches[row].tolist():
             owners[value].add((number, row))
     owners.pop(0, None)

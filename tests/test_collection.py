@@ -15,6 +15,7 @@ from examples.collection import build as building
 from examples.collection.build import HALVES, SLICES, Slice, build, sketch
 from examples.collection.extract import EXTRACTORS, members, passages
 from examples.collection.licences import licences
+from examples.collection.table import tables
 from pipeline.config import SpecError
 
 COPYRIGHT = b"Files: *\nLicense: GPL-2+\n text\n"
@@ -102,12 +103,14 @@ def recipe(tmp_path) -> Path:
         ("h.deb", "pages", "en"),
         ("broken.deb", "pages", "en"),
         ("gone.deb", "pages", "en"),
+        ("changed.deb", "pages", "en"),
     ]
     rows = [
         {"package": name, "path": name, "bytes": 1, "reader": reader, "language": language}
         | {"sha256": hash_of(path.read_bytes() if (path := downloads / name).exists() else b"")}
         for name, reader, language in files
     ]
+    (downloads / "changed.deb").write_bytes(b"another version")
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps({"mirrors": ["http://127.0.0.1:9"], "files": rows}))
     return path
@@ -128,7 +131,8 @@ def read_qrels(folder: Path) -> dict[str, dict[str, set[str]]]:
 
 def test_collection_has_queries_of_all_kinds_with_answers(tmp_path, recipe, capsys):
     missing = build(tmp_path / "data", ["all"], recipe)
-    assert [sentence.partition(":")[0] for sentence in missing] == ["broken.deb", "gone.deb"]
+    names = [sentence.partition(":")[0] for sentence in missing]
+    assert names == ["broken.deb", "gone.deb", "changed.deb"]
     assert "broken.deb has no data.tar" in missing[0]
     assert "missing package gone.deb" in capsys.readouterr().out
     folder = tmp_path / "data" / "all"
@@ -206,7 +210,30 @@ def test_licences_are_those_of_the_copyright_files(tmp_path, recipe):
 
 def test_a_full_disk_is_named_before_the_download(tmp_path, recipe):
     spec = json.loads(recipe.read_text())
-    spec["files"][-1]["bytes"] = 10**15
+    spec["files"][-2]["bytes"] = 10**15
     recipe.write_text(json.dumps(spec))
     with pytest.raises(SpecError, match=r"DATA must be on a disk with 6000000.0 GB of free space"):
         build(tmp_path / "data", ["1k"], recipe)
+
+
+def test_tables_compare_with_uncompressed_vectors(tmp_path):
+    queries = [
+        {"_id": str(n), "kind": "heading", "language": "en" if n < 30 else "fr"}
+        | {"bm25": "found" if n % 2 else "not found"}
+        for n in range(40)
+    ]
+    lines = "".join(json.dumps(query) + "\n" for query in queries)
+    (tmp_path / "queries.jsonl").write_text(lines)
+    (tmp_path / "spec.yaml").write_text(json.dumps({"benchmark": {"path": str(tmp_path)}}))
+    runs = {"full.maxsim": 1, "hpool_1.maxsim": 0.5}
+    rows = [f"{run},{n},{score * (n % 2)}" for run, score in runs.items() for n in range(40)]
+    (tmp_path / "per_query.csv").write_text("\n".join(["run,query_id,nDCG@10", *rows]))
+    lines = list(tables(tmp_path))
+    assert lines[0] == "| bm25 | all (40) | not found (20) | found (20) |"
+    assert lines[2] == "| full | 0.500 | 0.000 | 1.000 |"
+    found = "0.500 (-0.500 to -0.500)"
+    assert lines[3].endswith(f"| 0.000 (+0.000 to +0.000) | {found} |")
+    assert lines[8] == "| hpool_1 | 0.250 |"
+    assert "| language | en (30) | others (10) |" in lines
+    with pytest.raises(SpecError, match="has no per_query.csv"):
+        list(tables(tmp_path / "none"))

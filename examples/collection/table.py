@@ -20,7 +20,9 @@ MIN_QUERIES = 25
 
 
 def tables(folder: Path) -> Iterator[str]:
-    """Yields Markdown tables of nDCG@10 with 95 % intervals of differences to uncompressed vectors.
+    """Yields Markdown tables of nDCG@10 by what BM25 answers, by kind and by language.
+
+    The first one has the 95 % confidence intervals of the differences to uncompressed vectors.
 
     Raises:
         SpecError: The folder is not the output of an evaluation of a slice.
@@ -60,15 +62,21 @@ def _table(
     )
     yield "|---" * (len(groups) + 1) + "|"
     for run, by_query in values.items():
-        cells = [_cell(run, ids, by_query, values[REFERENCE]) for ids in groups.values()]
+        cells = [
+            _cell(run, ids, by_query, values[REFERENCE], field == "bm25") for ids in groups.values()
+        ]
         yield f"| {run.removesuffix('.maxsim')} | " + " | ".join(cells) + " |"
 
 
 def _cell(
-    run: str, ids: Sequence[str], by_query: dict[str, float], reference: dict[str, float]
+    run: str,
+    ids: Sequence[str],
+    by_query: dict[str, float],
+    reference: dict[str, float],
+    has_interval: bool,
 ) -> str:
     mean = np.mean([by_query[name] for name in ids])
-    if run == REFERENCE:
+    if run == REFERENCE or not has_interval:
         return f"{mean:.3f}"
     low, high = bootstrap_interval(np.array([by_query[name] - reference[name] for name in ids]))
     return f"{mean:.3f} ({low:+.3f} to {high:+.3f})"

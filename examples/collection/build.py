@@ -1,4 +1,4 @@
-"""Downloads the packages of the recipe, extracts their passages and writes a slice of them.
+"""Downloads the packages of the recipe, extracts their passages and writes slices of them.
 
 Shapes: N passages, H hashes of a sketch.
 """
@@ -187,9 +187,11 @@ class Corpus(NamedTuple):
     """Hashes of all passages, and the editions of the keys that have queries.
 
     Attributes:
-        texts: (N,) of the texts, `keys` (N,) of the keys, `answers` (N,) of keys with editions
-            for passages with a query, `ids` (N,) of the ids.
-        sketches: (N, H), see `sketch`.
+        texts: Hashes (N,) of the texts.
+        keys: Hashes (N,) of the keys.
+        answers: Hashes (N,) of keys with editions, for passages with a query.
+        ids: Hashes (N,) of the ids.
+        sketches: Sketches (N, H), see `sketch`.
         editions: Rows with a query by kind and key.
     """
 

@@ -31,7 +31,8 @@ def tables(folder: Path) -> Iterator[str]:
         rule = "the output folder of `maxray evaluate examples/collection/evaluate.yaml`"
         raise SpecError("DATA", str(folder), rule, "has no per_query.csv")
     path = Path(yaml.safe_load((folder / "spec.yaml").read_text())["benchmark"]["path"])
-    queries = {row["_id"]: row for row in map(json.loads, (path / "queries.jsonl").open())}
+    with (path / "queries.jsonl").open(encoding="utf-8") as file:
+        queries = {row["_id"]: row for row in map(json.loads, file)}
     values: dict[str, dict[str, float]] = defaultdict(dict)
     with (folder / "per_query.csv").open() as file:
         for row in csv.DictReader(file):

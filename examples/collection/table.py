@@ -51,7 +51,8 @@ def tables(folder: Path) -> Iterator[str]:
                 value = "others"
             found.setdefault(value, []).append(name)
     for field, found in groups.items():
-        yield from _table(field, found, values)
+        largest = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+        yield from _table(field, dict(largest), values)
         yield ""
 
 

@@ -229,10 +229,10 @@ def test_tables_compare_with_uncompressed_vectors(tmp_path):
     rows = [f"{run},{n},{score * (n % 2)}" for run, score in runs.items() for n in range(40)]
     (tmp_path / "per_query.csv").write_text("\n".join(["run,query_id,nDCG@10", *rows]))
     lines = list(tables(tmp_path))
-    assert lines[0] == "| bm25 | all (40) | not found (20) | found (20) |"
-    assert lines[2] == "| full | 0.500 | 0.000 | 1.000 |"
+    assert lines[0] == "| bm25 | all (40) | found (20) | not found (20) |"
+    assert lines[2] == "| full | 0.500 | 1.000 | 0.000 |"
     found = "0.500 (-0.500 to -0.500)"
-    assert lines[3].endswith(f"| 0.000 (+0.000 to +0.000) | {found} |")
+    assert lines[3].endswith(f"| {found} | 0.000 (+0.000 to +0.000) |")
     assert lines[8] == "| hpool_1 | 0.250 |"
     assert "| language | en (30) | others (10) |" in lines
     with pytest.raises(SpecError, match="has no per_query.csv"):

@@ -67,7 +67,7 @@ def test_diagram_is_current():
 #: files of `cluster` and of running clusters.
 UNMIRRORED = {
     "tests": "security",
-    "cluster": "draining image offline operations ports submission",
+    "cluster": "draining image operations ports submission",
     "codecs": "contract cuda",
     "compression": "contract cuda",
     "encoders": "contract cuda",

@@ -8,8 +8,8 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 50_171,
-    "lines of code outside unit tests": 64_231,
+    "lines of code in pipeline/ and jobs/": 50_507,
+    "lines of code outside unit tests": 65_470,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 7,
@@ -24,8 +24,8 @@ LIMITS = {
     "modules with one importer": 86,
     "places that compose errors": 538,
     "lines that compose errors": 570,
-    "lines of code of the longest file": 500,
-    "lines of the longest function": 147,
+    "lines of code of the longest file": 513,
+    "lines of the longest function": 148,
 }
 
 

@@ -1,7 +1,7 @@
 """Isotropy of token vectors: the mean cosine of different vectors of an index.
 
 Token vectors of some models share a direction, with a mean cosine of up to 0.95 (LateOn). Scores
-then differ little, and codes of few bits hardly distinguish items.
+then differ little, and signs alone, for example, hardly distinguish items.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def isotropy_remark(index: IndexReader, representation: str) -> str | None:
     if cosine is None or cosine < SHARED:
         return None
     return (
-        f"the vectors of {representation} share a direction (mean cosine {cosine:.2f}): codecs of"
-        " few bits and candidate generators may lose good items"
+        f"the vectors of {representation} share a direction (mean cosine {cosine:.2f}): the codec"
+        " bits and the generators lemur and pq allow for it, other codes may lose good items"
     )
 
 

@@ -1,0 +1,1 @@
+"""An open collection of passages and queries, made from packages of Debian."""

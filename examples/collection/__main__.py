@@ -1,0 +1,48 @@
+"""Builds an open collection of passages and queries from pinned packages of Debian.
+
+    python -m examples.collection build DATA [--slice 1k 10k 100k all]
+    python -m examples.collection licences DATA
+    python -m examples.collection table OUTPUT
+
+`table` prints tables of the output folder of an evaluation.
+
+Rerun the same command to resume. Packages that cannot be downloaded or read are listed, the slices
+are made of the others, and the exit code is 2. Once the packages are in DATA, no network is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jobs
+from examples.collection.build import SLICES, build
+from examples.collection.licences import licences
+from examples.collection.table import tables
+from pipeline.runtime.atomic import check_writable
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and builds slices, or prints tables."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("verb", choices=["build", "licences", "table"], help="what to do")
+    parser.add_argument(
+        "data", metavar="DATA", help="folder of packages and slices, or output of an evaluation"
+    )
+    parser.add_argument(
+        "--slice", nargs="+", choices=SLICES, default=["1k"], help="sizes (default: 1k)"
+    )
+    args = parser.parse(arguments)
+    if args.verb == "table":
+        print("\n".join(tables(Path(args.data))))
+        return
+    check_writable(args.data, "DATA")
+    if args.verb == "licences":
+        for line in licences(Path(args.data), say=jobs.say):
+            print(line)
+    elif missing := build(Path(args.data), args.slice, say=jobs.say):
+        raise SystemExit(jobs.report_missing(missing))
+
+
+if __name__ == "__main__":
+    jobs.run(main)

@@ -1,0 +1,239 @@
+"""Tests of the open collection on packages that are made here in the real layout."""
+
+import bz2
+import gzip
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from examples.collection import build as building
+from examples.collection.build import HALVES, SLICES, Slice, build, sketch
+from examples.collection.extract import EXTRACTORS, members, passages
+from examples.collection.licences import licences
+from examples.collection.table import tables
+from pipeline.config import SpecError
+
+COPYRIGHT = b"Files: *\nLicense: GPL-2+\n text\n"
+
+
+def make_deb(path: Path, files: dict[str, bytes], suffix: str = "xz") -> None:
+    """Writes an `ar` archive with a control and a data archive."""
+    data = io.BytesIO()
+    mode = {"xz": "w:xz", "gz": "w:gz", "zst": "w"}[suffix]
+    with tarfile.open(fileobj=data, mode=mode) as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(f"./{name}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    content = data.getvalue()
+    if suffix == "zst":
+        content = pa.compress(content, codec="zstd", asbytes=True)
+    blocks = b""
+    for name, block in (
+        ("debian-binary", b"2.0"),
+        ("control.tar", b"odd"),
+        (f"data.tar.{suffix}", content),
+    ):
+        header = f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(block):<10}`\n".encode()
+        blocks += header + block + b"\n" * (len(block) % 2)
+    path.write_bytes(b"!<arch>\n" + blocks)
+
+
+def text_of(number: int, language: str) -> str:
+    """Returns a text of its own for each number and language."""
+    words = [hash_of(f"{language}{number}{place}".encode())[:7] for place in range(9)]
+    return f"{language} {' '.join(words)} end {number}."
+
+
+def hash_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    """Recipe of packages of all readers, which are downloaded already, and one that is gone."""
+    downloads = tmp_path / "data" / "downloads"
+    downloads.mkdir(parents=True)
+    for language in ("de", "fr"):
+        blocks = [
+            f"Package: p{n}\nDescription-md5: 0\n"
+            f"Description-{language}: a tool {language} for {n}\n p{n} {text_of(n, language)}\n"
+            for n in range(40)
+        ]
+        (downloads / f"t-{language}.bz2").write_bytes(bz2.compress("\n".join(blocks).encode()))
+    lines = [f"0000000{n} 03 n 01 big_cat{n} 0 000 | {text_of(n, 'w')}\n" for n in range(10)]
+    make_deb(downloads / "w.deb", {"usr/share/wordnet/data.noun": "".join(lines).encode()}, "gz")
+    entries = "".join(
+        f'big cat{n} \\Big"\\, n. [L. felis]\n   1. {text_of(n, "g")}\n      [1913 Webster]\n\n'
+        for n in range(10)
+    )
+    make_deb(
+        downloads / "d.deb", {"usr/share/dictd/gcide.dict.dz": gzip.compress(entries.encode())}
+    )
+    pages = {
+        f"usr/share/man/{folder}man1/m{n}.1.gz": gzip.compress(
+            f".SH NAME\nm{n} \\- shows {folder[:2]} thing {n}\n.SH SYNOPSIS\nm{n} a long synopsis "
+            f"of it\n.SH {title}\n{text_of(n, folder[:2] or 'en')}\n".encode()
+        )
+        for folder, title in (("", "DESCRIPTION"), ("de/", "BESCHREIBUNG"))
+        for n in range(10)
+    }
+    pages["usr/share/doc/m.deb/copyright"] = COPYRIGHT
+    make_deb(downloads / "m.deb", pages, "zst")
+    html = {
+        f"usr/share/h/{n}.html": (
+            f"<h1>{'How to use part' if n < 10 else 'Part'} {n}</h1><p>{text_of(n, 'h')}</p>"
+            "<a href=x>Menu of links here</a>"
+        ).encode()
+        for n in range(40)
+    }
+    make_deb(downloads / "h.deb", html)
+    (downloads / "broken.deb").write_bytes(b"!<arch>\n")
+    files = [
+        ("t-de.bz2", "descriptions", "de"),
+        ("t-fr.bz2", "descriptions", "fr"),
+        ("w.deb", "wordnet", "en"),
+        ("d.deb", "gcide", "en"),
+        ("m.deb", "manuals", ""),
+        ("h.deb", "pages", "en"),
+        ("broken.deb", "pages", "en"),
+        ("gone.deb", "pages", "en"),
+        ("changed.deb", "pages", "en"),
+    ]
+    rows = [
+        {"package": name, "path": name, "bytes": 1, "reader": reader, "language": language}
+        | {"sha256": hash_of(path.read_bytes() if (path := downloads / name).exists() else b"")}
+        for name, reader, language in files
+    ]
+    (downloads / "changed.deb").write_bytes(b"another version")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({"mirrors": ["http://127.0.0.1:9"], "files": rows}))
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_qrels(folder: Path) -> dict[str, dict[str, set[str]]]:
+    qrels: dict[str, dict[str, set[str]]] = {half: {} for half in HALVES}
+    for half, answers in qrels.items():
+        for line in (folder / "qrels" / f"{half}.tsv").read_text().splitlines()[1:]:
+            query, item, _ = line.split("\t")
+            answers.setdefault(query, set()).add(item)
+    return qrels
+
+
+def test_collection_has_queries_of_all_kinds_with_answers(tmp_path, recipe, capsys):
+    missing = build(tmp_path / "data", ["all"], recipe)
+    names = [sentence.partition(":")[0] for sentence in missing]
+    assert names == ["broken.deb", "gone.deb", "changed.deb"]
+    assert "broken.deb has no data.tar" in missing[0]
+    assert "missing package gone.deb" in capsys.readouterr().out
+    folder = tmp_path / "data" / "all"
+    corpus = {row["_id"]: row for row in read_lines(folder / "corpus.jsonl")}
+    queries = {row["_id"]: row for row in read_lines(folder / "queries.jsonl")}
+    kinds = {"definition", "paraphrase", "heading", "synopsis", "description", "translation"}
+    assert {query["kind"] for query in queries.values()} == kinds
+    qrels = read_qrels(folder)
+    assert not qrels["choose"].keys() & qrels["prove"].keys()
+    assert qrels["choose"].keys() | qrels["prove"].keys() == queries.keys()
+    for half in HALVES:
+        for query, items in qrels[half].items():
+            row = queries[query]
+            (item,) = items
+            number = row["text"].rstrip(".").split()[-1].removeprefix("cat")
+            assert corpus[item]["text"].split("end ")[1].startswith(f"{number}.")
+            is_other = corpus[item]["language"] != row["language"]
+            assert is_other == (row["kind"] == "translation")
+    # Of a described package with a query, only the answer is in the collection.
+    numbers = [
+        row["text"].split("end ")[1] for row in corpus.values() if row["package"][:2] == "t-"
+    ]
+    assert len(numbers) == len(set(numbers)) == 40
+    assert json.loads((folder / "summary.json").read_text())["missing"] == missing
+    assert not [path for path in corpus if path.startswith("h.deb") and "Menu" in corpus[path]]
+    names = ("corpus.jsonl", "queries.jsonl", "qrels/choose.tsv", "qrels/prove.tsv")
+    before = [(folder / name).read_bytes() for name in names]
+    (tmp_path / "data" / ".all.part").mkdir()  # of an interrupted run
+    build(tmp_path / "data", ["all"], recipe)
+    assert [(folder / name).read_bytes() for name in names] == before
+
+
+def test_slices_contain_the_smaller_ones(tmp_path, recipe, monkeypatch):
+    monkeypatch.setitem(SLICES, "1k", Slice(20, 1))
+    monkeypatch.setitem(SLICES, "10k", Slice(45, 4))
+    rows = {}
+    build(tmp_path / "data", ["1k", "10k"], recipe)
+    for name in ("1k", "10k"):
+        folder = tmp_path / "data" / name
+        rows[name] = {row["_id"] for row in read_lines(folder / "corpus.jsonl")}
+        answers = [ids for half in read_qrels(folder).values() for ids in half.values()]
+        assert answers
+        assert set().union(*answers) <= rows[name]
+    assert len(rows["1k"]) == 20
+    assert len(rows["10k"]) == 45
+    assert rows["1k"] < rows["10k"]
+
+
+def test_near_duplicates_share_hashes():
+    text = text_of(1, "en")
+    shared = [len(set(sketch(text)) & set(sketch(other))) for other in (text + " x", text[::-1])]
+    assert shared[0] >= building.MIN_SHARED > 2 > shared[1]
+
+
+def test_readers_remove_what_a_query_names(tmp_path):
+    gloss = b'00001740 03 n 02 big_cat 0 lion 0 000 | a feline; "big cats, lions and a lioness"\n'
+    make_deb(tmp_path / "w.deb", {"usr/share/wordnet/data.noun": gloss})
+    assert dict(members(tmp_path / "w.deb")) == {"usr/share/wordnet/data.noun": gloss}
+    (section,) = EXTRACTORS["wordnet"](tmp_path / "w.deb", "en")
+    (row,) = passages(section, "w")
+    assert row["text"] == 'a feline; "~, ~ and a lioness"'
+    assert (row["query"], row["alternative"]) == ("big cat", "a feline")
+
+
+def test_licences_are_those_of_the_copyright_files(tmp_path, recipe):
+    spec = json.loads(recipe.read_text())
+    spec["files"] = spec["files"][:1] + spec["files"][4:5]
+    recipe.write_text(json.dumps(spec))
+    table = list(licences(tmp_path / "data", recipe))[2:]
+    assert table == [
+        "| t-de.bz2 | 12.15 | those of the described packages |",
+        "| m.deb | 12.15 | GPL-2+ |",
+    ]
+
+
+def test_a_full_disk_is_named_before_the_download(tmp_path, recipe):
+    spec = json.loads(recipe.read_text())
+    spec["files"][-2]["bytes"] = 10**15
+    recipe.write_text(json.dumps(spec))
+    with pytest.raises(SpecError, match=r"DATA must be on a disk with 6000000.0 GB of free space"):
+        build(tmp_path / "data", ["1k"], recipe)
+
+
+def test_tables_compare_with_uncompressed_vectors(tmp_path):
+    queries = [
+        {"_id": str(n), "kind": "heading", "language": "en" if n < 30 else "fr"}
+        | {"bm25": "found" if n % 2 else "not found"}
+        for n in range(40)
+    ]
+    lines = "".join(json.dumps(query) + "\n" for query in queries)
+    (tmp_path / "queries.jsonl").write_text(lines)
+    (tmp_path / "spec.yaml").write_text(json.dumps({"benchmark": {"path": str(tmp_path)}}))
+    runs = {"full.maxsim": 1, "hpool_1.maxsim": 0.5}
+    rows = [f"{run},{n},{score * (n % 2)}" for run, score in runs.items() for n in range(40)]
+    (tmp_path / "per_query.csv").write_text("\n".join(["run,query_id,nDCG@10", *rows]))
+    lines = list(tables(tmp_path))
+    assert lines[0] == "| bm25 | all (40) | found (20) | not found (20) |"
+    assert lines[2] == "| full | 0.500 | 1.000 | 0.000 |"
+    found = "0.500 (-0.500 to -0.500)"
+    assert lines[3].endswith(f"| {found} | 0.000 (+0.000 to +0.000) |")
+    assert lines[8] == "| hpool_1 | 0.250 |"
+    assert "| language | en (30) | others (10) |" in lines
+    with pytest.raises(SpecError, match="has no per_query.csv"):
+        list(tables(tmp_path / "none"))

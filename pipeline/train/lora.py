@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,10 @@ def leave_casts_to_autocast(model: torch.nn.Module) -> None:
 
     Autocast would convert them back: two copies of the activations per layer and pass.
     """
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            module.cast_input_dtype_enabled = False
+    layers: Iterable[Any] = model.modules()
+    for layer in layers:
+        if hasattr(layer, "lora_A"):
+            layer.cast_input_dtype_enabled = False
 
 
 def save(tuned: Any, folder: Path, within: str = "") -> None:

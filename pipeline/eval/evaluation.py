@@ -131,7 +131,7 @@ def _load(spec: EvaluateSpec, benchmark: Benchmark) -> _Inputs:
     if spec.bm25:
         extras.require("bm25s", "Stemmer")
     judged = benchmark.load()
-    spec = _with_main_measure(spec, judged)
+    spec = with_main_measure(spec, judged)
     if spec.rerank and judged.vectors is not None and not judged.has_texts:
         problem = f"needs texts, which the benchmark {spec.benchmark.name} does not contain"
         raise SpecError("rerank", spec.rerank[0].row, "absent", problem)
@@ -154,11 +154,16 @@ def _load(spec: EvaluateSpec, benchmark: Benchmark) -> _Inputs:
     for row in plan:
         if row.rerank is not None:  # fails before any row is scored
             ranker.reranker(row.rerank)
-    headline = judged.measure
-    if headline is None:
-        headline = next(name for name in spec.measures if name != MDR)
-        headline = "nDCG@10" if "nDCG@10" in spec.measures else headline
+    headline = headline_measure(spec, judged)
     return _Inputs(spec, benchmark, judged, headline, searcher, num_items, ranker, plan, notes)
+
+
+def headline_measure(spec: EvaluateSpec, judged: JudgedQueries) -> str:
+    """Returns the main metric of the benchmark, or else of the spec."""
+    if judged.measure is not None:
+        return judged.measure
+    first = next(name for name in spec.measures if name != MDR)
+    return "nDCG@10" if "nDCG@10" in spec.measures else first
 
 
 def _plan(
@@ -250,7 +255,8 @@ def _evaluation(
     )
 
 
-def _with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpec:
+def with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpec:
+    """Adds the main metric of the benchmark to the metrics of a spec."""
     if judged.measure is None:
         return spec
     cutoff = parse_measure(judged.measure).params.get("cutoff", 0)

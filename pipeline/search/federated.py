@@ -252,7 +252,7 @@ class FederatedSearcher:
                 index = IndexReader(find_index(member.index), member.version)
                 searcher = Searcher(index, cache=cache, device=device, encoders=encoders)
                 self.searchers[name] = searcher
-                searcher.items.select(self._options(name, SearchOptions()))
+                searcher.items.select(self.options(name, SearchOptions()))
             except FAILURES as error:
                 if isinstance(error, SpecError) and error.field not in AVAILABILITY:
                     raise error.below(f"members.{name}") from None
@@ -306,12 +306,14 @@ class FederatedSearcher:
 
         Args:
             failures: Errors of members that are left out, which is completed.
-            encode: Returns the encoded queries for a member and a representation.
+            encode: Returns the queries for a member and a representation, in place of encoding
+                `queries`.
         """
         if others := options.model_fields_set - OPTIONS:
             rule = "set in the members of the federation"
             raise SpecError(min(others), getattr(options, min(others)), rule)
-        check_texts([query for query in queries if isinstance(query, str)])  # as in all members
+        if encode is None:  # such a mistake is none of a member
+            check_texts([query for query in queries if isinstance(query, str)])
         failures = dict(self._missing) if failures is None else failures
         encoded: dict[str, EncodedQueries] = {}
         members: dict[str, MemberRankings] = {}
@@ -320,7 +322,7 @@ class FederatedSearcher:
             if name in failures:
                 continue
             try:
-                resolved = self._options(name, options)
+                resolved = self.options(name, options)
                 column = resolved.column
                 member_queries = (
                     searcher.encoders.encode(queries, column, encoded)
@@ -339,7 +341,18 @@ class FederatedSearcher:
         sentences = [_sentence(name, error) for name, error in failures.items()]
         return Rankings(members, joined, sentences + self._unjoined(tuple(members)))
 
-    def _options(self, name: str, options: SearchOptions) -> SearchOptions:
+    def scores(self, joined: Sequence[Joined], level: str | None = None) -> dict[str, float]:
+        """Returns the scores of hits by item id or, at the level `parent`, by parent id.
+
+        By default, the level is that by which hits are joined.
+        """
+        level = level or ("parent" if self.spec.join == "parent" else "item")
+        by_id: dict[str, float] = {}
+        for each in joined:
+            by_id.setdefault(getattr(each.shown, f"{level}_id"), each.score)
+        return by_id
+
+    def options(self, name: str, options: SearchOptions) -> SearchOptions:
         """Returns the options of a member, resolved for its index."""
         member, depth, index = self.spec.members[name], self.spec.depth, self.searchers[name].index
         depth = max(depth, options.k)

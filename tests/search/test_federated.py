@@ -21,7 +21,8 @@ from pipeline.search.searcher import open_index
 from tests.search.vectors import DIM, rows, unit, write
 
 WEIGHTS = {"a": 1.0, "b": 0.5, "c": 0.25}
-QUERIES = [unit((3, DIM), seed).astype(np.float32) for seed in range(100, 104)]
+VECTORS = [unit((3, DIM), seed).astype(np.float32) for seed in range(100, 104)]
+QUERIES = [query / np.linalg.norm(query, axis=1, keepdims=True) for query in VECTORS]
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ def test_members_that_fail_later(members, tmp_path):
     assert [hit.item_id for hit in hits] == [hit.item_id for hit in expected]
     strict = FederatedSearcher({"members": members, "require_all": True}, cache=False)
     for failing in (searcher, strict):
-        with pytest.raises(SpecError, match=r"^query must be vectors of dimension 16, got vectors"):
+        with pytest.raises(SpecError, match=r"^query must be vectors of dimension 16, got 'vectors of dimension 3'"):
             failing.search(np.ones((2, 3)))
     with pytest.raises(SpecError, match="^query must be a text with at least one word, got ' '$"):
         searcher.search(" ")

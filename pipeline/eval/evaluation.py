@@ -31,7 +31,7 @@ from pipeline.eval.grounding import (
     read_phrases,
 )
 from pipeline.eval.level import judged_level
-from pipeline.eval.metrics import MDR, parse_measure, write_run
+from pipeline.eval.metrics import write_run
 from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
     BM25,
@@ -45,7 +45,12 @@ from pipeline.eval.results import (
     sort_results,
 )
 from pipeline.eval.rows import Candidates, Row, planned_rows
-from pipeline.eval.spec import EvaluateSpec, RerankSpec
+from pipeline.eval.spec import (
+    EvaluateSpec,
+    RerankSpec,
+    headline_measure,
+    with_main_measure,
+)
 from pipeline.eval.topics import queries_by_document_category
 from pipeline.index.filters import check_matches, filtering
 from pipeline.index.fitting import load_fit_sample
@@ -158,14 +163,6 @@ def _load(spec: EvaluateSpec, benchmark: Benchmark) -> _Inputs:
     return _Inputs(spec, benchmark, judged, headline, searcher, num_items, ranker, plan, notes)
 
 
-def headline_measure(spec: EvaluateSpec, judged: JudgedQueries) -> str:
-    """Returns the main metric of the benchmark, or else of the spec."""
-    if judged.measure is not None:
-        return judged.measure
-    first = next(name for name in spec.measures if name != MDR)
-    return "nDCG@10" if "nDCG@10" in spec.measures else first
-
-
 def _plan(
     spec: EvaluateSpec, judged: JudgedQueries, searcher: Searcher, notes: list[str]
 ) -> list[Row]:
@@ -253,17 +250,6 @@ def _evaluation(
         query_categories=inputs.judged.categories,
         templates=templates,
     )
-
-
-def with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpec:
-    """Adds the main metric of the benchmark to the metrics of a spec."""
-    if judged.measure is None:
-        return spec
-    cutoff = parse_measure(judged.measure).params.get("cutoff", 0)
-    if cutoff > spec.k:
-        raise SpecError("k", spec.k, f"at least {cutoff} for {judged.measure}, the main metric")
-    measures = list(dict.fromkeys([judged.measure, *spec.measures]))
-    return spec.model_copy(update={"measures": measures})
 
 
 def _templates(inputs: _Inputs, cache: Cache) -> dict[str, dict[str, str]]:

@@ -10,13 +10,13 @@ from pipeline.config import SpecError, dump, load, parse
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import JudgedQueries
 from pipeline.eval.cache import Cache, Measurements, cache_key
-from pipeline.eval.evaluation import headline_measure, versions, with_main_measure
+from pipeline.eval.evaluation import versions
 from pipeline.eval.level import judged_level
 from pipeline.eval.metrics import write_run
 from pipeline.eval.ranker import Pool, Ranker
 from pipeline.eval.results import COSTS, FEDERATED, Evaluation, Result
 from pipeline.eval.rows import Candidates, Row
-from pipeline.eval.spec import EvaluateSpec
+from pipeline.eval.spec import EvaluateSpec, headline_measure, with_main_measure
 from pipeline.registry import BENCHMARKS
 from pipeline.runtime.atomic import check_writable
 from pipeline.search.candidates import EXACT

@@ -37,7 +37,8 @@ prints the quality on held-out queries. The result is MaxSim alone unless fusion
 judged queries by two standard errors.
 
 If `index` is the path of a federation (docs/tutorials/federation.md), the rows are its members and
-`federation`, which is compared with each member.
+`federation`, which is compared with each member. --fit-fusion writes the federation with fitted
+weights, or the best member alone, by the same rule.
 
 comparisons=[[hpool_32.maxsim, bm25]] are planned comparisons of any two rows, whose p-values are
 corrected among themselves only.
@@ -95,12 +96,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fit_fusion(path: str, overrides: Sequence[str], out: str) -> None:
+    from pipeline.eval.federation import fit_weights
     from pipeline.eval.fusion_fit import JudgedPools, fit_fusion
     from pipeline.eval.spec import EvaluateSpec
     from pipeline.runtime.atomic import check_writable, write_atomic
 
     check_writable(out, "fit-fusion", as_file=True)
-    fit = fit_fusion(JudgedPools.read(config.load(EvaluateSpec, path, overrides)))
+    spec = config.load(EvaluateSpec, path, overrides)
+    is_federation = jobs.is_spec(spec.index)
+    fit = fit_weights(spec) if is_federation else fit_fusion(JudgedPools.read(spec))
     write_atomic(out, fit.to_yaml())
     print(f"{fit.to_yaml()}\n{out}")
 

@@ -330,7 +330,7 @@ class FederatedSearcher:
                     else encode(name, column)
                 )
                 rankings = searcher.rank_with(member_queries, resolved)
-                found = self._found(name, rankings)
+                found = self.found(name, rankings)
             except FAILURES as error:
                 self._fail(name, error, failures)
                 continue
@@ -366,7 +366,7 @@ class FederatedSearcher:
             fields["filter"] = combine_filters(member.filter, f"({options.filter})")
         return parse(SearchOptions, fields).resolve(index, self.searchers[name].device)
 
-    def _found(self, name: str, rankings: Sequence[Ranking]) -> list[list[Found]]:
+    def found(self, name: str, rankings: Sequence[Ranking]) -> list[list[Found]]:
         """Returns the hits of a member for each query."""
         ranges: dict[str, tuple[str, float, float]] = {}
         if self.spec.join == "overlap":

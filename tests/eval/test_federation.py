@@ -97,6 +97,11 @@ def test_evaluation(federation, index_uri, tmp_path, capsys):
             parents.setdefault(item_id.partition("/")[0], score)
         assert run[query_id] == pytest.approx(parents)
 
+    evaluate.main([str(tmp_path / "spec.yaml"), "--fit-fusion", str(tmp_path / "fitted.yaml")])
+    fitted = FederatedSearcher(str(tmp_path / "fitted.yaml")).spec
+    assert list(fitted.members) == ["tokens"]  # alone, as two queries decide nothing
+    assert "nDCG@10 on held-out queries: 1.0000, tokens 1.0000" in capsys.readouterr().out
+
     for override, message in (
         ("scores=[hybrid]", r"scores must be absent for a federation"),
         ("comparisons=[[federation, x]]", "comparisons must be one of tokens, single, federation"),

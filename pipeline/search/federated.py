@@ -53,7 +53,8 @@ class Member(Spec):
     """Index of a federation, and how it is searched."""
 
     index: str
-    """URI of the index, or the folder that it is beside."""
+    """URI of the index, or the folder that it is beside. Paths are relative to the working
+    directory."""
     version: int | None = None
     """Version of the index. Default: the newest."""
     weight: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
@@ -255,7 +256,7 @@ class FederatedSearcher:
                 searcher.items.select(self.options(name, SearchOptions()))
             except FAILURES as error:
                 if isinstance(error, SpecError) and error.field not in AVAILABILITY:
-                    raise error.below(f"members.{name}") from None
+                    raise _located(name, error) from None
                 self.searchers.pop(name, None)
                 self._fail(name, error, self._missing)
 
@@ -279,6 +280,9 @@ class FederatedSearcher:
         """
         parsed = parse(SearchOptions, options | {"explain": "matches" if explain else None})
         is_single = isinstance(query, AnyQuery)
+        if not isinstance(query, AnyQuery | Sequence):
+            rule = "a text, an image, vectors, or a list of these"
+            raise SpecError("query", type(query).__name__, rule)
         queries = [cast(AnyQuery, query)] if is_single else cast(Sequence[AnyQuery], query)
         found, sentences = self.search_with(queries, parsed)
         for sentence in sentences:
@@ -418,7 +422,7 @@ class FederatedSearcher:
             return
         name, error = (name, error) if self.spec.require_all else next(iter(failures.items()))
         if isinstance(error, SpecError):
-            raise (error if error.field == "query" else error.below(f"members.{name}")) from None
+            raise _located(name, error) from None
         raise JobError(_sentence(name, error)) from error
 
     def _unjoined(self, names: tuple[str, ...]) -> list[str]:
@@ -445,6 +449,12 @@ def _federated_hit(rank: int, joined: Joined, hit: Hit) -> FederatedHit:
         for name, each in joined.found.items()
     )
     return FederatedHit(**{**dict(hit), "rank": rank, "score": joined.score}, members=found)
+
+
+def _located(name: str, error: SpecError) -> SpecError:
+    """Returns the error with the path of its field, if it is a field of the member."""
+    is_field = error.field.partition(".")[0] in Member.model_fields
+    return error.below(f"members.{name}") if is_field else error
 
 
 def _sentence(name: str, error: Exception) -> str:

@@ -269,7 +269,12 @@ def test_invalid_federations(members, tmp_path):
         parse(Federation, {"members": members, "normalise": "max"})
     with pytest.raises(SpecError, match=r"^federation must be a YAML file .*does not exist$"):
         FederatedSearcher(str(tmp_path / "none.yaml"))
+    with pytest.raises(SpecError, match=r"^device must be .*cpu.*, got 'tpu', which is not avail"):
+        FederatedSearcher({"members": members}, device="tpu")
     searcher = FederatedSearcher({"members": members}, cache=False)
+    assert searcher.search([]) == []
+    with pytest.raises(SpecError, match=r"^query must be a text, .*, got 'int'$"):
+        searcher.search(3)
     message = re.escape("score must be set in the members of the federation, got 'hybrid'")
     with pytest.raises(SpecError, match=f"^{message}$"):
         searcher.search(QUERIES[0], score="hybrid")

@@ -22,8 +22,8 @@ LIMITS = {
     "HTTP fields": 207,
     "shipped specs": 26,
     "modules with one importer": 86,
-    "places that compose errors": 541,
-    "lines that compose errors": 573,
+    "places that compose errors": 542,
+    "lines that compose errors": 574,
     "lines of code of the longest file": 500,
     "lines of the longest function": 147,
 }

@@ -176,8 +176,11 @@ class SpecParser(Parser):
             config.read(args.resources, "resources")
         check_paths(spec)
         check_fields(spec)
-        if self.has_index and isinstance(spec.get("index"), str):
-            check_index(spec["index"])
+        if self.has_index and isinstance(index := spec.get("index"), str):
+            if is_spec(index):  # of a federation
+                config.check_exists(index, "index")
+            else:
+                check_index(index)
         return args
 
 

@@ -36,6 +36,10 @@ one representation and writes them to a file, which `fusion`, jobs.search and se
 prints the quality on held-out queries. The result is MaxSim alone unless fusion is better on the
 judged queries by two standard errors.
 
+If `index` is the path of a federation (docs/tutorials/federation.md), the rows are its members and
+`federation`, which is compared with each member. --fit-fusion writes the federation with fitted
+weights, or the best member alone, by the same rule.
+
 comparisons=[[hpool_32.maxsim, bm25]] are planned comparisons of any two rows, whose p-values are
 corrected among themselves only.
 
@@ -70,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fit_fusion(args.spec, args.overrides, args.fit_fusion)
         return
 
+    from pipeline.eval import federation
     from pipeline.eval.evaluation import run
     from pipeline.eval.report.files import write
     from pipeline.eval.report.summary import summary
@@ -78,23 +83,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.search.map_images import hit_maps
 
     spec = config.load(EvaluateSpec, args.spec, args.overrides)
-    evaluation = run(spec, partial(jobs.say, is_timed=False), hit_maps)
+    report = partial(jobs.say, is_timed=False)
+    is_federation = jobs.is_spec(spec.index)
+    evaluation = federation.run(spec, report) if is_federation else run(spec, report, hit_maps)
     written = [posixpath.join(spec.output, "runs"), *write(evaluation, spec.output)]
     print("", table(evaluation).text(), sep="\n")
     if spec.candidates:
         print("", candidates_table(evaluation).text(), sep="\n")
-    if spec.comparisons:
+    if evaluation.planned_comparisons:
         print("", comparisons_table(evaluation).text(), sep="\n")
     print("", *summary(evaluation), "", *written, sep="\n")
 
 
 def _fit_fusion(path: str, overrides: Sequence[str], out: str) -> None:
+    from pipeline.eval.federation import fit_weights
     from pipeline.eval.fusion_fit import JudgedPools, fit_fusion
     from pipeline.eval.spec import EvaluateSpec
     from pipeline.runtime.atomic import check_writable, write_atomic
 
     check_writable(out, "fit-fusion", as_file=True)
-    fit = fit_fusion(JudgedPools.read(config.load(EvaluateSpec, path, overrides)))
+    spec = config.load(EvaluateSpec, path, overrides)
+    is_federation = jobs.is_spec(spec.index)
+    fit = fit_weights(spec) if is_federation else fit_fusion(JudgedPools.read(spec))
     write_atomic(out, fit.to_yaml())
     print(f"{fit.to_yaml()}\n{out}")
 

@@ -16,6 +16,7 @@
     maxray search INDEX --image photo.jpg
     maxray search INDEX "but in red" --image photo.jpg
     maxray search INDEX --query-vectors query.npy
+    maxray search FEDERATION.yaml "a query"         # several indexes as one
     maxray search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
     maxray search INDEX "a red car" --rerank edje=FOLDER --k 5 --save-sheet out/red.png
 
@@ -32,6 +33,9 @@ generators joined by + or :. The search is faster and may miss hits.
 --score fused combines the rankings by MaxSim and BM25, which requires `maxray add candidates INDEX
 bm25`. --fusion sets its weights, which it requires; `jobs.evaluate --fit-fusion` fits them to
 judged queries.
+
+FEDERATION.yaml has `members`, the indexes that are searched as one, with their options and weights.
+See docs/tutorials/federation.md. A member that fails is reported, and the others are searched.
 
 NAME@K searches the first K vectors of each item of a representation with nested vectors.
 
@@ -68,6 +72,7 @@ if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.options import SearchOptions
     from pipeline.search.query import AnyQuery
     from pipeline.search.rerank import Reranker
+    from pipeline.search.results import Hit
     from pipeline.search.searcher import Searcher
 
 BOLD_UNDERLINED, BRACKETS = ("\x1b[1;4m", "\x1b[0m"), ("[", "]")
@@ -96,6 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parse(arguments)
     options, queries = _options(args), _queries.read(args)
     _check_outputs(args)
+    if jobs.is_spec(args.index):
+        _search_federation(queries, options, args)
+        return
     reranker = _reranker(args)
     with _open(args) as searcher:
         _hint(searcher, options)
@@ -128,8 +136,14 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
             "exactly one of these is required: QUERY with or without --image, --image, --queries "
             "or --query-vectors"
         )
-    args.index = find_index(args.index)
-    check_index(args.index)
+    if jobs.is_spec(args.index):
+        check_exists(args.index, "index")
+        for option in ("version", "rerank", "actors", "save_maps", "save_sheet", "documents"):
+            if getattr(args, option):
+                parser.error(f"--{option.replace('_', '-')} cannot be used with a federation")
+    else:
+        args.index = find_index(args.index)
+        check_index(args.index)
     for option in ("queries", "query_vectors", "image", "ids", "parents"):
         if path := getattr(args, option):
             check_exists(path, option.replace("_", "-"))
@@ -226,7 +240,6 @@ def _search(
     reranker: Reranker | None,
     args: Namespace,
 ) -> None:
-    from pipeline.search.formatting import format_hits
     from pipeline.search.map_files import write_hit_maps, write_hit_sheet
     from pipeline.search.stored_items import token_representation
 
@@ -236,15 +249,9 @@ def _search(
     for batch in _runs.batches(queries):
         hits_of_queries = searcher.search_with(list(batch.values()), given, reranker)
         for (query_id, query), hits in zip(batch.items(), hits_of_queries, strict=True):
+            _print_hits(query_id, query, hits, args, is_single=len(queries) == 1)
             if args.json:
-                is_ascii = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
-                for hit in hits:
-                    row = {"query_id": query_id, **hit.model_dump(mode="json")}
-                    print(json.dumps(row, ensure_ascii=is_ascii))
                 continue
-            if len(queries) > 1:
-                print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
-            print(format_hits(hits, BOLD_UNDERLINED if sys.stdout.isatty() else BRACKETS))
             if is_ambiguous and hits:
                 print(
                     f"{options.column} merges words, and the index has no vectors of single words: "
@@ -267,11 +274,63 @@ def _search(
                 print(write_hit_sheet(args.save_sheet, searcher, query, hits, options))
 
 
+def _print_hits(
+    query_id: str, query: AnyQuery, hits: Sequence[Hit], args: Namespace, *, is_single: bool
+) -> None:
+    from pipeline.search.formatting import format_hits
+
+    if args.json:
+        is_ascii = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
+        for hit in hits:
+            row = {"query_id": query_id, **hit.model_dump(mode="json")}
+            print(json.dumps(row, ensure_ascii=is_ascii))
+        return
+    if not is_single:
+        print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
+    print(format_hits(hits, BOLD_UNDERLINED if sys.stdout.isatty() else BRACKETS))
+
+
+def _search_federation(
+    queries: Mapping[str, AnyQuery], options: SearchOptions, args: Namespace
+) -> None:
+    """Searches the members of a federation and prints their joined hits, or writes a run."""
+    from pipeline.eval.metrics import write_run
+    from pipeline.search.federated import FederatedSearcher
+
+    searcher = FederatedSearcher(args.index, cache=args.cache, device=args.device)
+    reported: set[str] = set()
+
+    def warn(sentences: Sequence[str]) -> None:
+        for sentence in sentences:
+            if sentence not in reported:
+                print(f"warning: {sentence}", file=sys.stderr)
+        reported.update(sentences)
+
+    def scores() -> Iterator[tuple[str, dict[str, float]]]:
+        for batch in _runs.batches(queries):
+            rankings = searcher.rank_with([*batch.values()], options)
+            warn(rankings.warnings)
+            for query_id, joined in zip(batch, rankings.joined, strict=True):
+                yield query_id, searcher.scores(joined)
+
+    if args.run:
+        write_run(args.run, scores(), tag="federation")
+        print(f"{len(queries):,} queries: {args.run}")
+        return
+    for batch in _runs.batches(queries):
+        found, sentences = searcher.search_with([*batch.values()], options)
+        warn(sentences)
+        for (query_id, query), hits in zip(batch.items(), found, strict=True):
+            _print_hits(query_id, query, hits, args, is_single=len(queries) == 1)
+
+
 def _parser() -> jobs.Parser:
     from pipeline.search.options import SearchOptions
 
     parser = jobs.parser(__doc__)
-    parser.add_argument("index", help="URI of the index, or the folder that it is beside")
+    parser.add_argument(
+        "index", help="URI of the index, the folder that it is beside, or a federation (.yaml)"
+    )
     parser.add_argument("query", nargs="*", default=[], help="text query")
     parser.add_argument(
         "--image",

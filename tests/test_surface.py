@@ -8,8 +8,8 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 50_507,
-    "lines of code outside unit tests": 65_470,
+    "lines of code in pipeline/ and jobs/": 51_072,
+    "lines of code outside unit tests": 66_035,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 7,
@@ -18,12 +18,12 @@ LIMITS = {
     "verbs": 13,
     "flags of verbs": 122,
     "benches": 26,
-    "spec fields": 798,
+    "spec fields": 818,
     "HTTP fields": 207,
     "shipped specs": 26,
     "modules with one importer": 86,
-    "places that compose errors": 538,
-    "lines that compose errors": 570,
+    "places that compose errors": 542,
+    "lines that compose errors": 574,
     "lines of code of the longest file": 513,
     "lines of the longest function": 148,
 }

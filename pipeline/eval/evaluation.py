@@ -31,7 +31,7 @@ from pipeline.eval.grounding import (
     read_phrases,
 )
 from pipeline.eval.level import judged_level
-from pipeline.eval.metrics import MDR, parse_measure, write_run
+from pipeline.eval.metrics import write_run
 from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
     BM25,
@@ -45,7 +45,12 @@ from pipeline.eval.results import (
     sort_results,
 )
 from pipeline.eval.rows import Candidates, Row, planned_rows
-from pipeline.eval.spec import EvaluateSpec, RerankSpec
+from pipeline.eval.spec import (
+    EvaluateSpec,
+    RerankSpec,
+    headline_measure,
+    with_main_measure,
+)
 from pipeline.eval.topics import queries_by_document_category
 from pipeline.index.filters import check_matches, filtering
 from pipeline.index.fitting import load_fit_sample
@@ -131,7 +136,7 @@ def _load(spec: EvaluateSpec, benchmark: Benchmark) -> _Inputs:
     if spec.bm25:
         extras.require("bm25s", "Stemmer")
     judged = benchmark.load()
-    spec = _with_main_measure(spec, judged)
+    spec = with_main_measure(spec, judged)
     if spec.rerank and judged.vectors is not None and not judged.has_texts:
         problem = f"needs texts, which the benchmark {spec.benchmark.name} does not contain"
         raise SpecError("rerank", spec.rerank[0].row, "absent", problem)
@@ -154,10 +159,7 @@ def _load(spec: EvaluateSpec, benchmark: Benchmark) -> _Inputs:
     for row in plan:
         if row.rerank is not None:  # fails before any row is scored
             ranker.reranker(row.rerank)
-    headline = judged.measure
-    if headline is None:
-        headline = next(name for name in spec.measures if name != MDR)
-        headline = "nDCG@10" if "nDCG@10" in spec.measures else headline
+    headline = headline_measure(spec, judged)
     return _Inputs(spec, benchmark, judged, headline, searcher, num_items, ranker, plan, notes)
 
 
@@ -248,16 +250,6 @@ def _evaluation(
         query_categories=inputs.judged.categories,
         templates=templates,
     )
-
-
-def _with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpec:
-    if judged.measure is None:
-        return spec
-    cutoff = parse_measure(judged.measure).params.get("cutoff", 0)
-    if cutoff > spec.k:
-        raise SpecError("k", spec.k, f"at least {cutoff} for {judged.measure}, the main metric")
-    measures = list(dict.fromkeys([judged.measure, *spec.measures]))
-    return spec.model_copy(update={"measures": measures})
 
 
 def _templates(inputs: _Inputs, cache: Cache) -> dict[str, dict[str, str]]:

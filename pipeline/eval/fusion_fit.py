@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.config import SpecError, dump_yaml
+from pipeline.config import Spec, SpecError, dump_yaml
 from pipeline.eval import JudgedQueries
 from pipeline.eval.level import judged_level
 from pipeline.eval.metrics import per_query
@@ -36,18 +36,20 @@ MIN_STANDARD_ERRORS = 2.0
 
 @dataclass(frozen=True)
 class FusionFit:
-    """Result of fitting the fused score.
+    """Result of fitting the fused score, or the weights of a federation.
 
     Attributes:
-        maxsim: Metric of MaxSim alone, (Q,).
+        maxsim: Metric of MaxSim alone, or of the best member, (Q,).
         fused: Metric of the settings that were fitted to the other folds, (Q,).
+        reference: Name of the ranking that they are compared with.
     """
 
     representation: str
-    fusion: Fusion
+    fusion: Spec
     maxsim: np.ndarray
     fused: np.ndarray
     measure: str
+    reference: str = "MaxSim"
 
     @property
     def p_value(self) -> float:
@@ -58,8 +60,8 @@ class FusionFit:
         """Summarises the cross-validation."""
         return (
             f"{self.measure} on held-out queries: {self.fused.mean():.4f}, "
-            f"MaxSim {self.maxsim.mean():.4f} (p = {self.p_value:.3f}, {len(self.fused)} queries, "
-            f"{NUM_FOLDS} folds)"
+            f"{self.reference} {self.maxsim.mean():.4f} (p = {self.p_value:.3f}, "
+            f"{len(self.fused)} queries, {NUM_FOLDS} folds)"
         )
 
     def to_yaml(self) -> str:
@@ -145,15 +147,20 @@ def fit_fusion(judged: JudgedPools) -> FusionFit:
     """Chooses the settings of the fused score that are best on judged queries."""
     candidates = settings(judged.has_single)
     values_CQ = np.array([judged.measure_fusion(fusion) for fusion in candidates])
-    num_queries = values_CQ.shape[1]
-    fold_Q = np.random.default_rng(0).permutation(num_queries) % NUM_FOLDS
-    fused_Q = values_CQ[0].copy()
+    fused_Q = held_out_values(values_CQ)
+    fusion = candidates[choose(values_CQ)]
+    return FusionFit(judged.options.column, fusion, values_CQ[0], fused_Q, judged.measure)
+
+
+def held_out_values(values_CQ: np.ndarray) -> np.ndarray:
+    """Returns the metric (Q,) of each query for the settings chosen on the other folds."""
+    fold_Q = np.random.default_rng(0).permutation(values_CQ.shape[1]) % NUM_FOLDS
+    values_Q = values_CQ[0].copy()
     for fold in range(NUM_FOLDS):
         is_held_out = fold_Q == fold
         chosen = choose(values_CQ[:, ~is_held_out])
-        fused_Q[is_held_out] = values_CQ[chosen, is_held_out]
-    fusion = candidates[choose(values_CQ)]
-    return FusionFit(judged.options.column, fusion, values_CQ[0], fused_Q, judged.measure)
+        values_Q[is_held_out] = values_CQ[chosen, is_held_out]
+    return values_Q
 
 
 def choose(values_CQ: np.ndarray) -> int:

@@ -44,6 +44,8 @@ T = TypeVar("T")
 AnyQueries = EncodedQueries | list[np.ndarray]
 #: Ids of the documents that are ranked for a query, or None for all documents of the index.
 Pool = tuple[str, ...] | None
+#: Returns the scores by document id, best first, of queries given by their numbers.
+RankInPool = Callable[[list[int], Pool], Sequence[dict[str, float]]]
 #: Number of images in memory at the same time.
 IMAGES_PER_BATCH = 32
 #: Number of queries that are scored one at a time to measure latency.
@@ -51,13 +53,24 @@ NUM_TIMED_QUERIES = 50
 
 
 class Ranker:
-    """Ranks the judged queries by one row after another. Encoders are loaded on first use."""
+    """Ranks the judged queries by one row after another. Encoders are loaded on first use.
 
-    def __init__(self, spec: EvaluateSpec, judged: JudgedQueries, searcher: Searcher):
+    Args:
+        encoded: Encoded queries by fingerprint of the encoder, which rankers of several indexes
+            share.
+    """
+
+    def __init__(
+        self,
+        spec: EvaluateSpec,
+        judged: JudgedQueries,
+        searcher: Searcher,
+        encoded: dict[str, EncodedQueries] | None = None,
+    ):
         self._spec, self._judged, self._searcher = spec, judged, searcher
         self._group_by = "parent" if spec.judged == "parent" else None
         self._k = spec.k + judged.num_removed  # hits per query before the query itself is removed
-        self._encoded: dict[str, EncodedQueries] = {}
+        self._encoded = {} if encoded is None else encoded
         self._vectors = judged_query_vectors(spec.query_vectors, judged, list(judged.queries))
         self._vectors_hash = self._vectors and _vectors_digest(self._vectors)
         self._query_ids, self._texts = list(judged.queries), list(judged.queries.values())
@@ -184,6 +197,11 @@ class Ranker:
     def measure(self, row: Row) -> Measurements:
         """Ranks all queries by a row in one batch, and then some of them individually."""
         rank = self._bm25_ranker() if row.score == BM25 else self._vector_ranker(row)
+        return self.measure_ranking(rank, maxsim_ops=self._maxsim_ops(row), **self._row_sizes(row))
+
+    def measure_ranking(self, rank_in_pool: RankInPool, **costs: float) -> Measurements:
+        """Measures a ranking, whose sizes and `maxsim_ops` are known. See `Measurements`."""
+        rank = functools.partial(self._by_pool, rank_in_pool)
         all_queries = range(len(self._judged.queries))
         rank(all_queries[:1])  # warm-up
         start = time.perf_counter()
@@ -201,11 +219,10 @@ class Ranker:
         return Measurements(
             rankings=rankings,
             values=per_query(rankings, self._judged.qrels, self._spec.measures),
-            **self._row_sizes(row),
+            **costs,
             queries_per_second=len(all_queries) / seconds,
             median_ms=float(np.median(latencies_ms)),
             p95_ms=float(np.percentile(latencies_ms, 95)),
-            maxsim_ops=self._maxsim_ops(row),
         )
 
     def _maxsim_ops(self, row: Row) -> float:
@@ -217,7 +234,7 @@ class Ranker:
         lengths = self._searcher.packed(name).lengths.cpu().numpy()
 
         def count(numbers: Sequence[int], pool: Pool) -> list[int]:
-            rows = self._searcher.items.select(self._options(row, **self._restriction(pool)))
+            rows = self._searcher.items.select(self._options(row, **self.restriction(pool)))
             num_vectors = int((lengths if rows is None else lengths[rows]).sum())
             tokens = self._searcher.queries(self._queries(name, numbers), name).tokens
             return [len(query) * num_vectors for query in tokens]
@@ -258,7 +275,7 @@ class Ranker:
         fields = {"k": NUM_HITS + self._judged.num_removed, "explain": "matches"}
 
         def search(numbers: Sequence[int], pool: Pool) -> list[list[Hit]]:
-            options = self._options(row, **fields, **self._restriction(pool))
+            options = self._options(row, **fields, **self.restriction(pool))
             return self._searcher.search_with(self.queries_with_texts(name, numbers), options)
 
         found = self._by_pool(search, [numbers[query_id] for query_id in query_ids])
@@ -274,14 +291,14 @@ class Ranker:
         ranks = enumerate(documents, start=1)
         return [by_id[document].model_copy(update={"rank": rank}) for rank, document in ranks]
 
-    def _bm25_ranker(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
+    def _bm25_ranker(self) -> RankInPool:
         spec = self._spec
         ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.filter)
 
         def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
             return ranker.rank([self._texts[number] for number in numbers], self._k, pool)
 
-        return functools.partial(self._by_pool, rank)
+        return rank
 
     def _by_pool(
         self, rank: Callable[[list[int], Pool], Sequence[T]], numbers: Sequence[int]
@@ -289,10 +306,11 @@ class Ranker:
         """Ranks queries by their numbers, those with the same candidate pool in one call."""
         return map_by_pool(rank, numbers, self._query_ids, self._judged.pools)
 
-    def _restriction(self, pool: Pool) -> dict[str, Any]:
+    def restriction(self, pool: Pool) -> dict[str, Any]:
+        """Returns the search options that restrict the documents to a pool."""
         return {} if pool is None else {"parents" if self._group_by else "ids": pool}
 
-    def _vector_ranker(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
+    def _vector_ranker(self, row: Row) -> RankInPool:
         name = row.representation
         assert row.score != BM25
         candidates = EXACT if row.candidates is None else row.candidates.generator
@@ -300,7 +318,7 @@ class Ranker:
         reranker = row.rerank
 
         def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
-            options = self._options(row, **self._restriction(pool))
+            options = self._options(row, **self.restriction(pool))
             rankings = self._searcher.rank_with(self.queries_with_texts(name, numbers), options)
             if reranker is not None:
                 selected: Any = list(self._judged.inputs(self._query_ids[n] for n in numbers))
@@ -311,7 +329,7 @@ class Ranker:
                 return [ranking.scores_by_parent() for ranking in rankings]
             return [ranking.scores_by_item() for ranking in rankings]
 
-        return functools.partial(self._by_pool, rank)
+        return rank
 
     def queries_with_texts(self, representation: str, numbers: Sequence[int]) -> Queries:
         """Returns some of the judged queries as vectors, with their texts if they have any."""

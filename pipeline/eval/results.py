@@ -32,6 +32,10 @@ BLIP: Final = "blip"
 #: Methods and scores of rerankers.
 RERANKERS: Final = (EDJE, BLIP)
 CANDIDATES: Final = "candidates"
+#: Method and score of a federation and of its members.
+FEDERATED: Final = "federated"
+#: Methods and scores of rows that are not representations by themselves.
+COMPOUND: Final = (*RERANKERS, CANDIDATES, FEDERATED)
 RESULTS = "results.json"
 
 #: A difference whose corrected p value is below this is called significant.
@@ -74,7 +78,7 @@ class Result:
         method: Compressor with its settings except the budget; or full, single_vector, bm25 or
             edje.
         num_vectors: Budget K; None for uncompressed rows, BM25, and budgets that are a ratio.
-        score: maxsim, single_vector, hybrid, fused, bm25 or edje.
+        score: maxsim, single_vector, hybrid, fused, bm25, edje or federated.
         encoder: Fingerprint of the query encoder; empty for BM25.
         values: Metrics by name, by query id.
         vectors_per_item: Mean number of stored vectors per item, or 0 for BM25, as all sizes are.
@@ -93,7 +97,8 @@ class Result:
         weights: Weights of the single-vector and the MaxSim score in the hybrid score, or None if
             equal.
         first_stage: Row with which a row is compared: the first stage of a reranker, the exact
-            search of a candidate generator, or the MaxSim score of a fused score.
+            search of a candidate generator, the MaxSim score of a fused score, or the best member
+            of a federation.
         rerank: Settings of a reranker: `model`, `rerank_depth`, `precision` and
             `add_first_stage`; and the number of its `parameters`.
         candidates: Settings and recall of a candidate generator: `generator`, `num_candidates`,
@@ -143,7 +148,7 @@ class Result:
     @property
     def name(self) -> str:
         """Name of the run and its file, such as full.maxsim or full.hybrid-1-0.25."""
-        has_one_score = self.score in (SINGLE_VECTOR, BM25, *RERANKERS, CANDIDATES)
+        has_one_score = self.score in (SINGLE_VECTOR, BM25, *COMPOUND)
         score = self.label.translate(str.maketrans(" :", "--"))
         return self.representation if has_one_score else f"{self.representation}.{score}"
 
@@ -157,7 +162,7 @@ class Result:
     @property
     def is_compressed(self) -> bool:
         """True for rows with a budget, False for the references that they are compared with."""
-        return self.method not in (BM25, SINGLE_VECTOR, FULL, *RERANKERS, CANDIDATES)
+        return self.method not in (BM25, SINGLE_VECTOR, FULL, *COMPOUND)
 
     @property
     def budget(self) -> Budget:
@@ -549,7 +554,7 @@ def pareto_front(
 def _reference(result: Result, results: Sequence[Result]) -> Result:
     if result.first_stage:
         return next((r for r in results if r.name == result.first_stage), result)
-    peers = [r for r in results if r.method not in (BM25, *RERANKERS, CANDIDATES)]
+    peers = [r for r in results if r.method not in (BM25, *COMPOUND)]
     peers = [r for r in peers if result.encoder in ("", r.encoder)] or [result]
     wanted = [
         [r for r in peers if r.method == FULL and r.score == result.score],

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from pipeline.config import Spec, SpecError, Uri
+from pipeline.eval import JudgedQueries
 from pipeline.eval.grounding import GeneratedPhrases
 from pipeline.eval.metrics import DEFAULT_MEASURES, MDR, parse_measure
 from pipeline.registry import BenchmarkSpec
@@ -200,3 +201,22 @@ class EvaluateSpec(Spec):
                 field = f"candidates[{number}].num_candidates"
                 raise SpecError(field, smallest, f"at least k = {self.k}")
         return self
+
+
+def with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpec:
+    """Adds the main metric of the benchmark to the metrics of a spec."""
+    if judged.measure is None:
+        return spec
+    cutoff = parse_measure(judged.measure).params.get("cutoff", 0)
+    if cutoff > spec.k:
+        raise SpecError("k", spec.k, f"at least {cutoff} for {judged.measure}, the main metric")
+    measures = list(dict.fromkeys([judged.measure, *spec.measures]))
+    return spec.model_copy(update={"measures": measures})
+
+
+def headline_measure(spec: EvaluateSpec, judged: JudgedQueries) -> str:
+    """Returns the main metric of the benchmark, or else of the spec."""
+    if judged.measure is not None:
+        return judged.measure
+    first = next(name for name in spec.measures if name != MDR)
+    return "nDCG@10" if "nDCG@10" in spec.measures else first

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.search.explain import highlighted_spans, printable, snippet
-from pipeline.search.results import Hit, Location, Passage, ScoreParts
+from pipeline.search.results import FederatedHit, Hit, Location, MemberHit, Passage, ScoreParts
 
 
 def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
@@ -22,6 +22,8 @@ def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
         lines.append("  ".join(printable(part) for part in head if part))
         if parts := hit.parts and format_parts(hit.parts):
             lines.append(f"     {parts}")
+        if isinstance(hit, FederatedHit):
+            lines.append(f"     {', '.join(map(format_member, hit.members))}")
         spans = highlighted_spans(hit.passages[0]) if hit.passages else []
         if hit.text and (shown := snippet(hit.text, spans, delimiters=delimiters)):
             lines.append(f"     {shown}")
@@ -45,6 +47,15 @@ def format_parts(parts: ScoreParts) -> str:
     if parts.maxsim is None or not texts:
         return ""
     return ", ".join([*texts, f"MaxSim {parts.maxsim:.4f} (mean {parts.maxsim_mean:.4f})"])
+
+
+def format_member(hit: MemberHit) -> str:
+    """Formats the rank and the score of a hit in a member of a federation.
+
+    >>> format_member(MemberHit(member="pages", rank=2, score=5.25, item_id="a"))
+    'pages #2 (5.2500)'
+    """
+    return f"{hit.member} #{hit.rank} ({hit.score:.4f})"
 
 
 def format_first_rank(hit: Hit) -> str:

@@ -160,10 +160,19 @@ class QueryEncoders:
         check_fingerprint(self._encoders[key], representation, info)
         return self._encoders[key]
 
-    def encode(self, queries: AnyQueries, representation: str) -> Queries:
+    def encode(
+        self,
+        queries: AnyQueries,
+        representation: str,
+        encoded_before: dict[str, EncodedQueries] | None = None,
+    ) -> Queries:
         """Encodes and transforms queries for a representation.
 
         `Queries` are not transformed again.
+
+        Args:
+            encoded_before: Encoded forms of the same texts or images by encoder, which are used and
+                completed.
         """
         if isinstance(queries, Queries):
             return queries
@@ -172,8 +181,12 @@ class QueryEncoders:
         elif _is_encodable_batch(queries):
             texts = [query.text if isinstance(query, Composed) else query for query in queries]
             check_texts([text for text in texts if isinstance(text, str)])
-            encoded = Queries.from_encoded(encode(self.encoder(representation), queries))
-            encoded = encoded.with_texts(queries)
+            info = self._index.representation(representation).encoder
+            forms = {} if encoded_before is None else encoded_before
+            key = digest([info.spec, info.fingerprint])
+            if key not in forms:
+                forms[key] = encode(self.encoder(representation), queries)
+            encoded = Queries.from_encoded(forms[key]).with_texts(queries)
         else:
             encoded = Queries.from_vectors(queries)
         return self.transform(encoded, representation)

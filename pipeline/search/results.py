@@ -194,3 +194,23 @@ class Hit(Response):
     """Best-matching passages, best first, or null unless `explain` is set."""
     map: Map | None = None
     """Similarity map, or null unless `explain` is `map` and the item supports one."""
+
+
+class MemberHit(Response):
+    """Hit of a member of a federation that is part of a joined hit."""
+
+    member: str
+    """Name of the member."""
+    rank: int
+    """Rank in the member, from 1."""
+    score: float
+    """Score in the member."""
+    item_id: str
+    """Id of the item of the member."""
+
+
+class FederatedHit(Hit):
+    """Hit of several indexes, described by the member that ranks it best."""
+
+    members: tuple[MemberHit, ...] = ()
+    """Hits of the members that found it, in the order of the federation."""

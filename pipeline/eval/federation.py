@@ -1,0 +1,229 @@
+"""Evaluation of a federation: a row for each member by itself, and one for all of them together."""
+
+from __future__ import annotations
+
+import itertools
+import posixpath
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from pipeline.config import SpecError, dump, load, parse
+from pipeline.encoders import EncodedQueries
+from pipeline.eval import JudgedQueries
+from pipeline.eval.cache import Cache, Measurements, cache_key
+from pipeline.eval.evaluation import versions
+from pipeline.eval.fusion_fit import BM25_WEIGHTS, FusionFit, choose, held_out_values
+from pipeline.eval.level import judged_level
+from pipeline.eval.metrics import per_query, write_run
+from pipeline.eval.ranker import Pool, Ranker, map_by_pool
+from pipeline.eval.results import COSTS, FEDERATED, Evaluation, Result
+from pipeline.eval.rows import Candidates, Row
+from pipeline.eval.spec import EvaluateSpec, headline_measure, with_main_measure
+from pipeline.registry import BENCHMARKS
+from pipeline.runtime.atomic import check_writable
+from pipeline.search.candidates import EXACT
+from pipeline.search.federated import FederatedSearcher, Federation, Found, Rankings, join_hits
+from pipeline.search.options import SearchOptions
+
+#: Name of the row of all members together.
+FEDERATION = "federation"
+#: Weights relative to the best member that are compared if there are several others.
+FEW_WEIGHTS = (0.1, 0.3, 1.0)
+#: Fields of the spec that apply to a federation.
+FIELDS = {
+    "index", "benchmark", "output", "query_vectors", "measures", "k", "judged", "filter",
+    "comparisons", "labels", "plots", "bm25", "diagnostics",
+}  # fmt: skip
+
+
+def run(spec: EvaluateSpec, report: Callable[[str], None]) -> Evaluation:
+    """Evaluates a federation and its members, and writes their runs.
+
+    The members are evaluated in the same way as an index, without their limit `depth`. All members
+    must be available. By default, the federation is compared with each member.
+
+    Args:
+        spec: Spec of the evaluation, whose `index` is the path of a federation.
+        report: Function that reports a line of progress.
+
+    Raises:
+        SpecError: The federation, a member or the benchmark is missing or invalid, or a field of
+            the spec does not apply to a federation.
+    """
+    check_writable(spec.output, "output")
+    spec, judged, searcher = _open(spec)
+    names = list(searcher.searchers)
+    evaluator = _Evaluator(spec, judged, searcher)
+    headline, notes = headline_measure(spec, judged), [f"{len(judged.queries)} judged queries"]
+    report(notes[0])
+    results: list[Result] = []
+    for name in (*names, FEDERATION):
+        entry = evaluator.member(name) if name != FEDERATION else evaluator.federation()
+        fields = entry.model_dump(exclude={"rankings"})
+        best = max(results, key=lambda result: result.means[headline]).name if results else ""
+        first_stage = best if name == FEDERATION else ""
+        result = Result(name, FEDERATED, None, FEDERATED, "", **fields, first_stage=first_stage)
+        write_run(posixpath.join(spec.output, "runs", f"{name}.trec"), entry.rankings, name)
+        report(f"{name}  {headline} {result.means[headline]:.4f}")
+        results.append(result)
+    return Evaluation(
+        spec=dump(spec),
+        headline=headline,
+        judgments=evaluator.judgments,
+        num_items=sum(searcher.searchers[name].num_items() for name in names),
+        notes=notes,
+        created=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        versions=versions(),
+        results=results,
+        query_categories=judged.categories,
+    )
+
+
+def _open(spec: EvaluateSpec) -> tuple[EvaluateSpec, JudgedQueries, FederatedSearcher]:
+    """Opens the federation and the benchmark of a spec, and resolves the spec for them."""
+    for name in sorted(spec.model_fields_set - FIELDS):
+        if (value := getattr(spec, name)) != EvaluateSpec.model_fields[name].get_default(
+            call_default_factory=True
+        ):
+            raise SpecError(name, value, "absent for a federation, whose members set it")
+    federation = load(Federation, spec.index, role="index")
+    searcher = FederatedSearcher(federation.model_copy(update={"require_all": True}))
+    names = list(federation.members)
+    if FEDERATION in names:
+        raise SpecError("members", FEDERATION, f"mappings with other names than {FEDERATION}")
+    comparisons = spec.comparisons or [[FEDERATION, name] for name in names]
+    for pair in comparisons:
+        for name in pair:
+            if name not in (*names, FEDERATION):
+                raise SpecError.unknown_name("comparisons", name, [*names, FEDERATION])
+    judged = BENCHMARKS.build(spec.benchmark).load()
+    spec = with_main_measure(spec, judged)
+    level = judged_level(searcher.searchers[names[0]].index, judged, spec.judged, None)
+    spec = spec.model_copy(update={"comparisons": comparisons, "judged": level})
+    return spec, judged, searcher
+
+
+def fit_weights(spec: EvaluateSpec) -> FusionFit:
+    """Chooses the weights of the members that are best on judged queries.
+
+    The result is the best member alone unless other weights are better by two standard errors.
+    """
+    spec, judged, searcher = _open(spec)
+    measure = headline_measure(spec, judged)
+    hits = _Evaluator(spec, judged, searcher).hits()
+
+    def measure_weights(weights: Mapping[str, float]) -> list[float]:
+        run = {}
+        for query_id, found in zip(judged.queries, hits, strict=True):
+            weighted = [
+                hit._replace(value=weights[hit.member] * hit.value)
+                for hit in found
+                if weights[hit.member]
+            ]
+            joined = join_hits(weighted, searcher.spec.join, spec.k + judged.num_removed)
+            scores = searcher.scores(joined, spec.judged)
+            run[query_id] = judged.remove_queries(query_id, scores, spec.k)
+        values = per_query(run, judged.qrels, [measure])
+        return [values[query_id][measure] for query_id in judged.queries]
+
+    names = list(searcher.searchers)
+    alone = {
+        name: measure_weights({other: float(other == name) for other in names}) for name in names
+    }
+    best = max(names, key=lambda name: sum(alone[name]))
+    others = [name for name in names if name != best]
+    grid = (0.0, *(BM25_WEIGHTS if len(others) == 1 else FEW_WEIGHTS))
+    settings = [
+        {best: 1.0, **dict(zip(others, weights, strict=True))}
+        for weights in itertools.product(grid, repeat=len(others))
+    ]
+    values_CQ = np.array([measure_weights(weights) for weights in settings])
+    chosen = settings[choose(values_CQ)]
+    members = {
+        name: member.model_copy(update={"weight": chosen[name]})
+        for name, member in searcher.spec.members.items()
+        if chosen[name]
+    }
+    fitted = load(Federation, spec.index, role="index").model_copy(update={"members": members})
+    held_out_Q = held_out_values(values_CQ)
+    return FusionFit(", ".join(names), fitted, values_CQ[0], held_out_Q, measure, best)
+
+
+class _Evaluator:
+    """Measures the members and the federation. Measurements are cached in the output folder."""
+
+    def __init__(self, spec: EvaluateSpec, judged: JudgedQueries, searcher: FederatedSearcher):
+        self._spec, self._searcher, self._cache = spec, searcher, Cache(spec.output)
+        self._judged, self._queries = judged, list(judged.queries.values())
+        self._rows: dict[str, Row] = {}
+        self._rankers: dict[str, Ranker] = {}
+        encoded: dict[str, EncodedQueries] = {}
+        for name, opened in searcher.searchers.items():
+            member = searcher.spec.members[name]
+            options = searcher.options(name, parse(SearchOptions, {"filter": spec.filter}))
+            fields = {"filter": options.filter, "fusion": member.fusion}
+            ranker = Ranker(spec.model_copy(update=fields), judged, opened, encoded)
+            candidates = None
+            if options.candidates != EXACT:
+                number = options.candidates_per_query(len(opened.index))
+                candidates = Candidates(options.candidates, number)
+            self._rows[name] = Row(options.column, options.score, candidates=candidates)
+            self._rankers[name] = ranker
+        self._first = next(iter(self._rankers.values()))
+        self.judgments = self._first.judgments
+
+    def _key(self, name: str) -> str:
+        return self._rankers[name].key(self._rows[name])
+
+    def hits(self) -> list[list[Found]]:
+        """Returns the hits of all members for each query, whose values have the weight 1."""
+        judged = self._judged
+        return map_by_pool(
+            self._hits, range(len(self._queries)), list(judged.queries), judged.pools
+        )
+
+    def _hits(self, numbers: Sequence[int], pool: Pool) -> list[list[Found]]:
+        hits: list[list[Found]] = [[] for _ in numbers]
+        for name, member in self._rank(numbers, pool).members.items():
+            weight = self._searcher.spec.members[name].weight
+            found = self._searcher.found(name, member.rankings)
+            for query_hits, more in zip(hits, found, strict=True):
+                query_hits += (hit._replace(value=hit.value / weight) for hit in more)
+        return hits
+
+    def _rank(self, numbers: Sequence[int], pool: Pool) -> Rankings:
+        """Ranks queries, which are given by their numbers, by all members together."""
+        k = self._spec.k + self._judged.num_removed
+        fields = {"k": k, "filter": self._spec.filter, **self._first.restriction(pool)}
+        return self._searcher.rank_with(
+            [self._queries[number] for number in numbers],
+            parse(SearchOptions, fields),
+            encode=lambda name, column: self._rankers[name].queries_with_texts(column, numbers),
+        )
+
+    def member(self, name: str) -> Measurements:
+        """Measures a member by itself."""
+        ranker, row = self._rankers[name], self._rows[name]
+        return self._cache.get(self._key(name), Measurements, lambda: ranker.measure(row))
+
+    def federation(self) -> Measurements:
+        """Measures all members together. The sizes and the cost are those of all members."""
+        members = [self.member(name) for name in self._rows]
+        sizes = {
+            name: sum(getattr(member, name) for member in members)
+            for name in COSTS
+            if name not in ("queries_per_second", "median_ms", "p95_ms")
+        }
+        key = cache_key(
+            federation=dump(self._searcher.spec), members=list(map(self._key, self._rows))
+        )
+
+        def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
+            joined = self._rank(numbers, pool).joined
+            return [self._searcher.scores(hits, self._spec.judged) for hits in joined]
+
+        return self._cache.get(
+            key, Measurements, lambda: self._first.measure_ranking(rank, **sizes)
+        )

@@ -1,0 +1,293 @@
+"""Federated search against a literal implementation, and members that are missing or fail."""
+
+import itertools
+import math
+import re
+import warnings
+from pathlib import Path
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.config import SpecError, parse
+from pipeline.encoders.minilm import MiniLM
+from pipeline.index import ITEMS
+from pipeline.schema import SPAN
+from pipeline.search.federated import FederatedSearcher, Federation, MemberWarning
+from pipeline.search.options import SearchOptions
+from pipeline.search.searcher import open_index
+from tests.search.vectors import DIM, rows, unit, write
+
+WEIGHTS = {"a": 1.0, "b": 0.5, "c": 0.25}
+VECTORS = [unit((3, DIM), seed).astype(np.float32) for seed in range(100, 104)]
+QUERIES = [query / np.linalg.norm(query, axis=1, keepdims=True) for query in VECTORS]
+
+
+@pytest.fixture(scope="module")
+def members(tmp_path_factory) -> dict[str, dict]:
+    """Three indexes with windows of the same videos. Two of them share item ids."""
+    folder = tmp_path_factory.mktemp("federation")
+    lengths = {"a": 10.0, "b": 10.0, "c": 25.0}  # seconds per window
+    for seed, (name, seconds) in enumerate(lengths.items()):
+        names, spans = [], []
+        for video in range(6):
+            for start in np.arange(0, 60, seconds).tolist():
+                names.append(f"v{video}/{start:g}" + ("" if seconds == 10 else "-long"))
+                spans.append({"unit": "seconds", "start": start, "end": start + seconds})
+        spans[-1] = None  # the whole video
+        order = np.random.default_rng(seed).permutation(len(names))[: 30 if name == "b" else None]
+        table = rows([names[i] for i in order], [4] * len(order), seed)
+        column = pa.array([spans[i] for i in order], SPAN)
+        write(
+            str(folder / name), table.set_column(table.column_names.index("span"), "span", column)
+        )
+    return {name: {"index": str(folder / name), "weight": WEIGHTS[name]} for name in lengths}
+
+
+def literal(members, query, k, normalise, join, depth):
+    """Returns (item id, score, {member: (rank, item id)}) of the k best hits, with plain loops."""
+    hits = []  # member, rank, id, parent, range, value
+    for name in members:
+        ranked = []
+        for row in lance.dataset(f"{members[name]['index']}/{ITEMS}").to_table().to_pylist():
+            score = sum(max(float(np.dot(q, v)) for v in np.float32(row["full"])) for q in query)
+            ranked.append((-score, row["item_id"], row["parent_id"], row["span"]))
+        ranked.sort(key=lambda row: row[:2])
+        if join == "parent":
+            firsts = {}
+            for row in ranked:
+                firsts.setdefault(row[2], row)
+            ranked = list(firsts.values())
+        ranked = ranked[: max(depth, k)]
+        scores = [-row[0] for row in ranked]
+        for rank, (row, score) in enumerate(zip(ranked, scores, strict=True), start=1):
+            value = 1 / (60 + rank)
+            if normalise == "min_max":
+                value = (score - min(scores)) / (max(scores) - min(scores))
+            if normalise == "z_score":
+                mean, deviation = np.mean(scores), np.std(scores)
+                value = (score - mean) / deviation - (min(scores) - mean) / deviation
+            span = (row[3]["start"], row[3]["end"]) if row[3] else (-math.inf, math.inf)
+            hits.append((name, rank, row[1], row[2], span, WEIGHTS[name] * value))
+
+    def is_joined(hit, other):
+        if join == "item":
+            return hit[2] == other[2]
+        if join == "parent":
+            return hit[3] == other[3]
+        (start, end), (other_start, other_end) = hit[4], other[4]
+        return hit[3] == other[3] and start < other_end and other_start < end
+
+    scored = []
+    for hit in hits:
+        found = {}
+        for name in members:
+            mine = [other for other in hits if other[0] == name and is_joined(hit, other)]
+            if name == hit[0]:
+                mine = [hit]
+            if mine:
+                found[name] = min(mine, key=lambda other: other[1])
+        total = sum(other[5] for other in found.values())
+        id = hit[3] if join == "parent" else hit[2]
+        length = hit[4][1] - hit[4][0] if join == "overlap" else 0
+        scored.append(((-total, length, id, hit[1], list(members).index(hit[0])), hit, found))
+    scored.sort(key=lambda row: row[0])
+    best = []
+    for key, hit, found in scored:
+        if not any(hit[0] != other[0] and is_joined(hit, other) for _, other, _ in best):
+            best.append((key, hit, found))
+    return [
+        (hit[2], -key[0], {name: (other[1], other[2]) for name, other in found.items()})
+        for key, hit, found in best[:k]
+    ]
+
+
+@pytest.mark.parametrize("normalise", ["rank", "min_max", "z_score"])
+@pytest.mark.parametrize("join", ["item", "parent", "overlap"])
+@pytest.mark.parametrize(("k", "depth"), [(5, 20), (30, 1)])
+def test_equals_a_literal_implementation(members, normalise, join, k, depth):
+    federation = {"members": members, "normalise": normalise, "join": join, "depth": depth}
+    searcher = FederatedSearcher(federation, cache=False)
+    options = parse(SearchOptions, {"k": k, "explain": "matches"})
+    found, _ = searcher.search_with(QUERIES, options)
+    for query, hits in zip(QUERIES, found, strict=True):
+        expected = literal(members, query, k, normalise, join, depth)
+        assert [hit.item_id for hit in hits] == [item_id for item_id, _, _ in expected]
+        assert [hit.rank for hit in hits] == list(range(1, len(hits) + 1))
+        for hit, (_, score, ranks) in zip(hits, expected, strict=True):
+            assert hit.score == pytest.approx(score, abs=1e-5)
+            assert {m.member: (m.rank, m.item_id) for m in hit.members} == ranks
+            assert hit.matches and hit.text == f"The text of {hit.item_id}"
+    assert searcher.search_with(QUERIES, options)[0] == found
+    assert searcher.search(QUERIES[0], k=k) == found[0]
+
+
+def test_hits_are_described_by_the_member_that_ranks_them_best(members):
+    federation = {"members": {"a": members["a"], "b": members["b"]}, "depth": 60}
+    by_name = {name: open_index(members[name]["index"], cache=False) for name in ("a", "b")}
+    hits = FederatedSearcher(federation, cache=False).search(QUERIES[0], k=40)
+    alone = {name: searcher.search(QUERIES[0], k=60) for name, searcher in by_name.items()}
+    described = []
+    for hit in hits:
+        for member in hit.members:
+            single = alone[member.member][member.rank - 1]
+            assert (single.item_id, single.score) == (hit.item_id, member.score)
+        best = min(hit.members, key=lambda member: member.rank)
+        single = alone[best.member][best.rank - 1]
+        assert (hit.matches, hit.parts) == (single.matches, single.parts)
+        described.append(best.member)
+    assert set(described) == {"a", "b"}
+
+
+def test_one_member_keeps_its_ranking(members):
+    hits = FederatedSearcher({"members": {"a": members["a"]}}, cache=False).search(QUERIES[0], k=7)
+    alone = open_index(members["a"]["index"], cache=False).search(QUERIES[0], k=7)
+    assert [hit.item_id for hit in hits] == [hit.item_id for hit in alone]
+
+
+def test_filters_of_the_members_and_of_the_search(members):
+    filtered = {"a": {**members["a"], "filter": "parent_id <> 'v1'"}, "b": members["b"]}
+    searcher = FederatedSearcher({"members": filtered}, cache=False)
+    hits = searcher.search(QUERIES[0], k=99, filter="parent_id = 'v1' OR parent_id = 'v2'")
+    found = {(m.member, hit.parent_id) for hit in hits for m in hit.members}
+    assert found == {("a", "v2"), ("b", "v1"), ("b", "v2")}
+    hits = searcher.search(QUERIES[0], k=99, parents=["v3"])
+    assert {hit.parent_id for hit in hits} == {"v3"}
+    with pytest.raises(SpecError, match=r"^members.a.filter must be "):
+        searcher.search(QUERIES[0], filter="parent_id = 'v1') OR (parent_id = 'v2'")
+
+
+def test_queries_are_encoded_once_per_encoder(index_uri, monkeypatch):
+    calls = []
+    encode = MiniLM.encode_queries
+    monkeypatch.setattr(
+        MiniLM, "encode_queries", lambda self, texts: calls.append(texts) or encode(self, texts)
+    )
+    members = {
+        "tokens": {"index": index_uri, "representation": "full"},
+        "few": {"index": index_uri, "representation": "hpool_2"},
+        "single": {"index": index_uri, "score": "single_vector"},
+    }
+    searcher = FederatedSearcher({"members": members})
+    texts = ["the lift of a wing", "how to bake bread"]
+    found = searcher.search(texts, k=3)
+    assert calls == [texts]
+    assert [hits[0].parent_id for hits in found] == ["wing", "bread"]
+    assert {member.member for member in found[0][0].members} == set(members)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"index": "nowhere"},
+            r"index must be the URI of an index of Maxray, got 'nowhere', which",
+        ),
+        ({"version": 9}, r"version must be a stored version from 1 to 1, got 9, which does not"),
+    ],
+)
+def test_missing_members_are_a_warning_or_an_error(members, fields, sentence):
+    federation = {"members": {**members, "b": {**members["b"], **fields}}}
+    without = {"members": {"a": members["a"], "c": members["c"]}}
+    searcher = FederatedSearcher(federation, cache=False)
+    with pytest.warns(MemberWarning, match=f"^member b is left out: {sentence}"):
+        hits = searcher.search(QUERIES[0])
+    with warnings.catch_warnings(record=True):
+        assert hits == FederatedSearcher(without, cache=False).search(QUERIES[0])
+    with pytest.raises(SpecError, match=f"^members.b.{sentence}"):
+        FederatedSearcher({**federation, "require_all": True})
+    with pytest.raises(SpecError, match=f"^members.b.{sentence}"):
+        FederatedSearcher({"members": {"b": federation["members"]["b"]}})
+
+
+def test_members_that_fail_later(members, tmp_path):
+    """Another dimension of the query, and data files that are deleted before the description."""
+    copies = {}
+    for name in ("a", "b"):
+        table = lance.dataset(f"{members[name]['index']}/{ITEMS}").to_table()
+        write(str(tmp_path / name), table)
+        copies[name] = {"index": str(tmp_path / name)}
+    searcher = FederatedSearcher({"members": copies}, cache=False)
+    expected = FederatedSearcher({"members": {"a": copies["a"]}}, cache=False).search(QUERIES[0])
+    searcher.search(QUERIES[0])  # the vectors of both are in memory
+    for path in Path(tmp_path / "b" / ITEMS / "data").iterdir():
+        path.unlink()
+    with pytest.warns(MemberWarning, match="^member b is left out: index must be an intact index"):
+        hits = searcher.search(QUERIES[0])
+    assert [hit.item_id for hit in hits] == [hit.item_id for hit in expected]
+    strict = FederatedSearcher({"members": members, "require_all": True}, cache=False)
+    message = "query must be vectors of dimension 16, got 'vectors of dimension 3'"
+    for failing in (searcher, strict):
+        with pytest.raises(SpecError, match=f"^{message}$"):
+            failing.search(np.ones((2, 3)))
+    with pytest.raises(SpecError, match="^query must be a text with at least one word, got ' '$"):
+        searcher.search(" ")
+
+
+@pytest.mark.parametrize("join", ["item", "parent"])
+def test_members_without_common_ids(members, join):
+    federation = {"members": {"a": members["a"], "c": members["c"]}, "join": join}
+    searcher = FederatedSearcher(federation, cache=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        searcher.search(QUERIES[0])
+    expected = [
+        f"member {name} has no item_id in common with another member, so that its hits are not "
+        "joined"
+        for name in ("a", "c")
+    ]
+    assert [str(each.message) for each in caught] == (expected if join == "item" else [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weight": 0}, r"members.a.weight must be greater than 0, got 0"),
+        ({"weight": -1}, r"members.a.weight must be greater than 0, got -1"),
+        ({"weight": math.nan}, r"members.a.weight must be a finite number, got nan"),
+        ({"representation": "ful"}, r"members.a.representation must be .*, got 'ful'"),
+        ({"candidates": "lemur"}, r"members.a.candidates must be .*, got 'lemur'"),
+        ({"filter": "x = 1"}, r"members.a.filter must be .*, got 'x = 1'"),
+        ({"score": "fused"}, r"members.a.fusion.weights must be set for the score fused, got None"),
+        ({"k": 3}, r"unknown field 'k' in members.a; valid fields: index, "),
+    ],
+)
+def test_invalid_members(members, fields, message):
+    """They are errors although there are other members."""
+    with pytest.raises(SpecError, match=f"^{message}"):
+        FederatedSearcher({"members": {**members, "a": {**members["a"], **fields}}})
+
+
+def test_invalid_federations(members, tmp_path):
+    with pytest.raises(SpecError, match=r"^members must have at least 1 item"):
+        FederatedSearcher({"members": {}})
+    with pytest.raises(SpecError, match=r"^field 'members' is required"):
+        FederatedSearcher({})
+    with pytest.raises(SpecError, match=r"^normalise must be 'rank', 'min_max' or 'z_score'"):
+        parse(Federation, {"members": members, "normalise": "max"})
+    with pytest.raises(SpecError, match=r"^federation must be a YAML file .*does not exist$"):
+        FederatedSearcher(str(tmp_path / "none.yaml"))
+    with pytest.raises(SpecError, match=r"^device must be .*cpu.*, got 'tpu', which is not avail"):
+        FederatedSearcher({"members": members}, device="tpu")
+    searcher = FederatedSearcher({"members": members}, cache=False)
+    assert searcher.search([]) == []
+    with pytest.raises(SpecError, match=r"^query must be a text, .*, got 'int'$"):
+        searcher.search(3)
+    message = re.escape("score must be set in the members of the federation, got 'hybrid'")
+    with pytest.raises(SpecError, match=f"^{message}$"):
+        searcher.search(QUERIES[0], score="hybrid")
+
+
+def test_ties_are_sorted_by_id(members):
+    """Two members with disjoint items have each rank twice."""
+    disjoint = {
+        "a": {**members["a"], "weight": 1, "filter": "parent_id = 'v1'"},
+        "b": {**members["b"], "weight": 1, "filter": "parent_id = 'v0'"},
+    }
+    for order in itertools.permutations(disjoint):
+        ordered = {name: disjoint[name] for name in order}
+        hits = FederatedSearcher({"members": ordered}, cache=False).search(QUERIES[0], k=6)
+        assert [hit.parent_id for hit in hits] == ["v0", "v1"] * 3
+        assert [hit.score for hit in hits] == [1 / (60 + rank) for rank in (1, 1, 2, 2, 3, 3)]

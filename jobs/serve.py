@@ -217,8 +217,6 @@ def set_ray_serve_env() -> None:
 def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
     """Runs the application on Ray until this process stops; `start` is on the monotonic clock."""
     from ray import serve as ray_serve
-    from ray.serve._private import api
-    from ray.serve.config import ControllerOptions
 
     from pipeline.serve.app import build
 
@@ -227,12 +225,7 @@ def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
     # The log of the replicas is always JSON.
     logging_config = {"encoding": "JSON"} if logs.is_json() else None
     jobs.say(f"starting the HTTP proxy ({time.monotonic() - start:.0f} s)")
-    options = {"host": host, "port": port}
-    if os.environ.get("RAY_ADDRESS"):  # where Ray Serve may already run
-        ray_serve.start(http_options=options, logging_config=logging_config)
-    else:  # `start` would wait for the proxy, so that the application starts after it
-        defaults = ControllerOptions()
-        api._create_controller_and_proxy_refs(options, None, logging_config, None, defaults)
+    ray_serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
     try:
         names = ", ".join(settings.indexes)
         jobs.say(f"loading {names} ({time.monotonic() - start:.0f} s)")
@@ -261,7 +254,6 @@ def _start_error(messages: Sequence[str]) -> JobError:
 def _wait_until_running(start: float) -> None:
     """Waits until the application runs and prints a line when a deployment has started."""
     from ray import serve as ray_serve
-    from ray.serve.context import _get_global_client
 
     ready: set[str] = set()
     status = None
@@ -275,9 +267,6 @@ def _wait_until_running(start: float) -> None:
                 jobs.say(f"started {name} ({time.monotonic() - start:.0f} s)")
         if status == "DEPLOY_FAILED":
             raise _start_error([deployment.message for deployment in deployments.values()])
-    client = _get_global_client()
-    assert client is not None
-    client.wait_for_proxies_serving()
 
 
 async def _shut_down(drain_s: float) -> None:

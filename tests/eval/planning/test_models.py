@@ -65,7 +65,7 @@ def test_a_hub_model_without_its_weights(server, checkpoint, tmp_path):
     }
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     paths = [path for _, path, _ in server.requests]
-    assert len([path for path in paths if path.startswith("/api/")]) == 3
+    assert len([path for path in paths if path.startswith("/api/models/")]) == 3
     small = {name for name in paths if "/resolve/" in name and not name.endswith(".safetensors")}
     assert len(small) < 12 and all(paths.count(name) < 3 for name in small)  # HEAD and GET
     spec = plan_model(COLQWEN2, ["encoder.revision=v1"]).spec

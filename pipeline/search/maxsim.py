@@ -164,7 +164,7 @@ def best_scores(
     if not len(queries):
         return []
     kernels, level = _backend(backend, packed)
-    _concatenate(queries, packed)
+    _concatenate(queries, packed)  # raises if a query has another dimension
     is_shared = rows is None or isinstance(rows, torch.Tensor)
     parts: list[torch.Tensor | None] = [rows] if is_shared else list(rows)  # type: ignore[arg-type, list-item]
     if kernels is not native or (is_shared and len(queries) < MIN_BATCH):

@@ -636,9 +636,8 @@ def _maxsim(
     queries: Sequence[torch.Tensor], packed: PackedVectors, rows: torch.Tensor | None
 ) -> torch.Tensor:
     """Computes scores (Q, R) of items, with pauses."""
-    return torch.cat(
-        [maxsim(queries, packed, rows=part) for part in _slices(queries, packed, rows)], dim=1
-    )
+    parts = [maxsim(queries, packed, rows=part) for part in _slices(queries, packed, rows)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # one part is not copied
 
 
 def _slices(

@@ -5,6 +5,7 @@
 - `multivent_2_train_queries.csv` and `multivent_2_test_queries.csv` have the queries.
 - `multivent_2_train_judgments.jsonl` and `multivent_2_test_judgments.jsonl` have the judgments.
 - Archives such as `whisper_asr.zip` and `paddle_ocr.zip` have recognised text.
+- `Qwen3-Omni-30B-A3B-Instruct_captions.jsonl` has captions of the test set, `doc_id` and `text`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ VIDEO_ID = re.compile(r"[A-Za-z0-9_-]{11}|\d+")
 SOUND, METADATA = ".m4a", ".json"
 #: Parts of the text of an item, in the order in which they are joined.
 TextPart = Literal["title", "description", "caption", "ocr", "asr"]
+#: Parts that are read from files, by the field of these files.
+FEATURES: dict[str, TextPart] = {"ocr": "ocr", "asr": "asr", "captions": "caption"}
 #: Official metrics. Unjudged videos are not relevant, and the gain of a grade is the grade.
 MEASURES = ("nDCG@10", "R@10", "R@100", "R@1000", "AP", "RR", "Judged@10")
 #: Parts of the query ids of the train set, `internvid_<language>_..._<channel>_<number>`.
@@ -205,6 +208,9 @@ class Items(SelectedVideos):
         """Recognised speech, such as `whisper_asr.zip` or the folder of the archives of train."""
         ocr: Uri | None = None
         """Recognised text of frames, such as `paddle_ocr.zip`."""
+        captions: Uri | None = None
+        """Captions as JSON lines with `doc_id` and `text`, such as
+        `Qwen3-Omni-30B-A3B-Instruct_captions.jsonl`; null for those of the `<id>.json` files."""
         text: tuple[TextPart, ...] = ("ocr", "asr")
         """Parts of the text of an item: title, description, caption, ocr, asr."""
 
@@ -217,14 +223,14 @@ class Items(SelectedVideos):
         """Raises `SpecError` if videos or feature archives are missing."""
         super().check()
         spec = self.spec
-        for part in ("ocr", "asr"):
-            if getattr(spec, part) is not None:
+        for field, part in FEATURES.items():
+            if getattr(spec, field) is not None:
                 if part not in spec.text:
-                    raise SpecError(part, getattr(spec, part), f"null unless {part} is in `text`")
-                with within(part):
+                    raise SpecError(field, getattr(spec, field), f"null unless {part} is in `text`")
+                with within(field):
                     self._recognisers[part].unreadable()
-            elif part in spec.text and "text" in spec.model_fields_set:
-                raise MissingField(part, None, f"the archive of {part}, which is in `text`")
+            elif field == part in spec.text and "text" in spec.model_fields_set:
+                raise MissingField(field, None, f"the archive of {part}, which is in `text`")
         _ = self.video_ids
 
     @functools.cached_property
@@ -234,12 +240,11 @@ class Items(SelectedVideos):
 
     @functools.cached_property
     def _recognisers(self) -> dict[str, _Features]:
-        found = {}
-        if self.spec.ocr is not None:
-            found["ocr"] = _Features(self.spec.ocr, is_speech=False)
-        if self.spec.asr is not None:
-            found["asr"] = _Features(self.spec.asr, is_speech=True)
-        return found
+        return {
+            part: _Features(uri, is_speech=part == "asr")
+            for field, part in FEATURES.items()
+            if (uri := getattr(self.spec, field)) is not None
+        }
 
     def shards(self) -> Iterator[dict[str, Any]]:
         """Yields the shards of the videos, and one for the unreadable files of each archive."""
@@ -400,8 +405,8 @@ class Queries(CollectionQueries["Queries.Spec"]):
     style, channel) and the other fields of the judgments of the test set (`video_language`,
     `video_type`, `video_modality`, `query_event_type`).
 
-    **Results.** For each row, `multivent/<row>.json` in the output folder is a submission, `{query
-    id: {video id: score}}`, and `multivent/<row>_splits.json` contains the official metrics for
+    **Results.** For each row, `multivent/<row>.json` in the output folder is a submission in the
+    format of `submission`, and `multivent/<row>_splits.json` contains the official metrics for
     each value of a field of the judgments: only judgments with the value are evaluated, after
     videos that are relevant under another value are removed from the ranking.
     """
@@ -414,6 +419,9 @@ class Queries(CollectionQueries["Queries.Spec"]):
         """CSV file with `Query_id` and `query`."""
         judgments: Uri
         """JSON lines of relevance judgments."""
+        submission: Literal["multivent", "magmar"] = "multivent"
+        """Format of the submissions: `{query id: {video id: score}}`, or that of the shared task
+        MAGMaR 2026, `{query id: [{"video_id": ..., "relevance": score}]}`, best first."""
 
     measure = "nDCG@10"
 
@@ -450,20 +458,24 @@ class Queries(CollectionQueries["Queries.Spec"]):
         """Writes a row as a submission, and its scores per split."""
         root = posixpath.join(config.absolute(folder), "multivent")
         path = posixpath.join(root, f"{row.name}.json")
-        write_submission(path, row.rankings)
+        write_submission(path, row.rankings, self.spec.submission)
         if splits := split_scores(row.rankings, self._judgments):
             text = json.dumps(splits, indent=1, ensure_ascii=False)
             write_atomic(posixpath.join(root, f"{row.name}_splits.json"), text)
         return path
 
 
-def write_submission(uri: str, run: Run) -> None:
-    """Writes a run as `{query id: {video id: score}}`."""
+def write_submission(
+    uri: str, run: Run, form: Literal["multivent", "magmar"] = "multivent"
+) -> None:
+    """Writes a run as `{query id: {video id: score}}`, or in the format of MAGMaR."""
     with open_atomic(uri) as file:
         file.write("{")
         for number, (query_id, scores) in enumerate(run.items()):
-            entry = json.dumps({video: float(score) for video, score in scores.items()})
-            file.write("," * (number > 0) + f"\n{json.dumps(query_id)}: {entry}")
+            entry: Any = {video: float(score) for video, score in scores.items()}
+            if form == "magmar":
+                entry = [{"video_id": video, "relevance": entry[video]} for video in entry]
+            file.write("," * (number > 0) + f"\n{json.dumps(query_id)}: {json.dumps(entry)}")
         file.write("\n}\n")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.config import SpecError, dump, load, parse
 from pipeline.encoders import EncodedQueries
-from pipeline.eval import JudgedQueries
+from pipeline.eval import Benchmark, BenchmarkRow, JudgedQueries
 from pipeline.eval.cache import Cache, Measurements, cache_key
 from pipeline.eval.evaluation import versions
 from pipeline.eval.fusion_fit import BM25_WEIGHTS, FusionFit, choose, held_out_values
@@ -39,7 +39,7 @@ FIELDS = {
 
 
 def run(spec: EvaluateSpec, report: Callable[[str], None]) -> Evaluation:
-    """Evaluates a federation and its members, and writes their runs.
+    """Evaluates a federation and its members, and writes their runs and official results.
 
     The members are evaluated in the same way as an index, without their limit `depth`. All members
     must be available. By default, the federation is compared with each member.
@@ -53,7 +53,7 @@ def run(spec: EvaluateSpec, report: Callable[[str], None]) -> Evaluation:
             the spec does not apply to a federation.
     """
     check_writable(spec.output, "output")
-    spec, judged, searcher = _open(spec)
+    spec, benchmark, judged, searcher = _open(spec)
     names = list(searcher.searchers)
     evaluator = _Evaluator(spec, judged, searcher)
     headline, notes = headline_measure(spec, judged), [f"{len(judged.queries)} judged queries"]
@@ -66,6 +66,9 @@ def run(spec: EvaluateSpec, report: Callable[[str], None]) -> Evaluation:
         first_stage = best if name == FEDERATION else ""
         result = Result(name, FEDERATED, None, FEDERATED, "", **fields, first_stage=first_stage)
         write_run(posixpath.join(spec.output, "runs", f"{name}.trec"), entry.rankings, name)
+        seconds = len(entry.rankings) / entry.queries_per_second
+        official = BenchmarkRow(name, FEDERATED, entry.rankings, spec.k, seconds)
+        benchmark.write_result(spec.output, official)
         report(f"{name}  {headline} {result.means[headline]:.4f}")
         results.append(result)
     return Evaluation(
@@ -81,7 +84,9 @@ def run(spec: EvaluateSpec, report: Callable[[str], None]) -> Evaluation:
     )
 
 
-def _open(spec: EvaluateSpec) -> tuple[EvaluateSpec, JudgedQueries, FederatedSearcher]:
+def _open(
+    spec: EvaluateSpec,
+) -> tuple[EvaluateSpec, Benchmark, JudgedQueries, FederatedSearcher]:
     """Opens the federation and the benchmark of a spec, and resolves the spec for them."""
     for name in sorted(spec.model_fields_set - FIELDS):
         if (value := getattr(spec, name)) != EvaluateSpec.model_fields[name].get_default(
@@ -98,11 +103,12 @@ def _open(spec: EvaluateSpec) -> tuple[EvaluateSpec, JudgedQueries, FederatedSea
         for name in pair:
             if name not in (*names, FEDERATION):
                 raise SpecError.unknown_name("comparisons", name, [*names, FEDERATION])
-    judged = BENCHMARKS.build(spec.benchmark).load()
+    benchmark = BENCHMARKS.build(spec.benchmark)
+    judged = benchmark.load()
     spec = with_main_measure(spec, judged)
     level = judged_level(searcher.searchers[names[0]].index, judged, spec.judged, None)
     spec = spec.model_copy(update={"comparisons": comparisons, "judged": level})
-    return spec, judged, searcher
+    return spec, benchmark, judged, searcher
 
 
 def fit_weights(spec: EvaluateSpec) -> FusionFit:
@@ -110,7 +116,7 @@ def fit_weights(spec: EvaluateSpec) -> FusionFit:
 
     The result is the best member alone unless other weights are better by two standard errors.
     """
-    spec, judged, searcher = _open(spec)
+    spec, _, judged, searcher = _open(spec)
     measure = headline_measure(spec, judged)
     hits = _Evaluator(spec, judged, searcher).hits()
 

@@ -42,6 +42,13 @@ def test_parts_of_the_text(tmp_path):
     del fields["asr"]
     items, _ = read(build("multivent", **fields, text=["caption", "description", "ocr"]))
     assert items["200"].text == "a caption\n\nEng\n\nCity hall"
+    captions = tmp_path / "captions.jsonl"
+    captions.write_text('{"doc_id": "202", "text": "a dam"}\n')
+    fields["captions"] = str(captions)
+    items, rejects = read(build("multivent", **fields, text=["caption", "ocr"]))
+    assert items["202"].text == "a dam" and items["200"].text == "City hall"
+    with pytest.raises(SpecError, match="captions must be null unless caption is in `text`"):
+        build("multivent", **fields)
 
 
 def test_separate_audio(tmp_path):
@@ -271,6 +278,12 @@ def test_multivent_results(tmp_path):
     assert splits["video_language"]["korean"]["RR"] == 0.5
     assert splits["video_language"]["korean"]["nDCG@10"] == pytest.approx(1 / np.log2(3))
     assert splits["video_language"]["arabic"]["RR"] == pytest.approx((1 + 1 / 2) / 2)
+    magmar = benchmark("multivent", **fields, submission="magmar")
+    with open(magmar.write_result(str(tmp_path / "magmar"), row)) as file:
+        assert json.load(file)["q2"] == [
+            {"video_id": "202", "relevance": 1.0},
+            {"video_id": "201", "relevance": 0.5},
+        ]
 
 
 def literal_scores(ranked: list[str], grades: dict[str, int], k: int = 10) -> dict[str, float]:

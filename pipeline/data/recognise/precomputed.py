@@ -74,7 +74,7 @@ LINE_RULE = (
 class Precomputed(Recogniser["Precomputed.Spec"]):
     """Base class of recognisers that look up items in files.
 
-    **JSON lines.** `{"id": ..., "text": ...}` with the optional fields `"box": [x0, y0, x1, y1]` in
+    **JSON lines.** `{"id": ..., "text": ...}` (or `doc_id`, as in MultiVENT 2.0) with the optional fields `"box": [x0, y0, x1, y1]` in
     [0, 1] of the upright image, `"start"` and `"end"` in seconds of the file, and `"confidence"`,
     the probability that the text is correct. An id may have many lines, for example one per word.
     If a line has several words, every word has its box, and for visible text its times; spoken
@@ -395,7 +395,7 @@ def _line_record(entry: Any) -> LineRecord:
     """Returns the row of a parsed line. The message of its `ValueError` is a verb phrase."""
     if not isinstance(entry, dict):
         raise ValueError("is not a JSON object")
-    id, text = entry.get("id"), entry.get("text")
+    id, text = entry.get("id", entry.get("doc_id")), entry.get("text")
     if not isinstance(id, str) or not id:
         raise ValueError("has no id" if id is None else f"has the id {id!r}")
     if not isinstance(text, str):

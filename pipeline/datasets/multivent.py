@@ -223,14 +223,14 @@ class Items(SelectedVideos):
         """Raises `SpecError` if videos or feature archives are missing."""
         super().check()
         spec = self.spec
-        for field, part in FEATURES.items():
-            if getattr(spec, field) is not None:
+        for name, part in FEATURES.items():
+            if getattr(spec, name) is not None:
                 if part not in spec.text:
-                    raise SpecError(field, getattr(spec, field), f"null unless {part} is in `text`")
-                with within(field):
+                    raise SpecError(name, getattr(spec, name), f"null unless {part} is in `text`")
+                with within(name):
                     self._recognisers[part].unreadable()
-            elif field == part in spec.text and "text" in spec.model_fields_set:
-                raise MissingField(field, None, f"the archive of {part}, which is in `text`")
+            elif name == part in spec.text and "text" in spec.model_fields_set:
+                raise MissingField(name, None, f"the archive of {part}, which is in `text`")
         _ = self.video_ids
 
     @functools.cached_property
@@ -242,8 +242,8 @@ class Items(SelectedVideos):
     def _recognisers(self) -> dict[str, _Features]:
         return {
             part: _Features(uri, is_speech=part == "asr")
-            for field, part in FEATURES.items()
-            if (uri := getattr(self.spec, field)) is not None
+            for name, part in FEATURES.items()
+            if (uri := getattr(self.spec, name)) is not None
         }
 
     def shards(self) -> Iterator[dict[str, Any]]:

@@ -45,7 +45,7 @@ def test_parts_of_the_text(tmp_path):
     captions = tmp_path / "captions.jsonl"
     captions.write_text('{"doc_id": "202", "text": "a dam"}\n')
     fields["captions"] = str(captions)
-    items, rejects = read(build("multivent", **fields, text=["caption", "ocr"]))
+    items, _ = read(build("multivent", **fields, text=["caption", "ocr"]))
     assert items["202"].text == "a dam" and items["200"].text == "City hall"
     with pytest.raises(SpecError, match="captions must be null unless caption is in `text`"):
         build("multivent", **fields)

@@ -74,11 +74,12 @@ LINE_RULE = (
 class Precomputed(Recogniser["Precomputed.Spec"]):
     """Base class of recognisers that look up items in files.
 
-    **JSON lines.** `{"id": ..., "text": ...}` (or `doc_id`, as in MultiVENT 2.0) with the optional fields `"box": [x0, y0, x1, y1]` in
-    [0, 1] of the upright image, `"start"` and `"end"` in seconds of the file, and `"confidence"`,
-    the probability that the text is correct. An id may have many lines, for example one per word.
-    If a line has several words, every word has its box, and for visible text its times; spoken
-    words divide its duration in proportion to their characters. Other fields are ignored.
+    **JSON lines.** `{"id": ..., "text": ...}` (or `doc_id`, as in MultiVENT 2.0) with the optional
+    fields `"box": [x0, y0, x1, y1]` in [0, 1] of the upright image, `"start"` and `"end"` in
+    seconds of the file, and `"confidence"`, the probability that the text is correct. An id may
+    have many lines, for example one per word. If a line has several words, every word has its box,
+    and for visible text its times; spoken words divide its duration in proportion to their
+    characters. Other fields are ignored.
 
     **MultiVENT 2.0.** CSV files whose ids are keys of videos. Boxes are ignored, because they are
     in pixels of frames of unknown size. Frames have times only if the metadata of the item contains

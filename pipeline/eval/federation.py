@@ -24,7 +24,8 @@ from pipeline.eval.spec import EvaluateSpec, headline_measure, with_main_measure
 from pipeline.registry import BENCHMARKS
 from pipeline.runtime.atomic import check_writable
 from pipeline.search.candidates import EXACT
-from pipeline.search.federated import FederatedSearcher, Federation, Found, Rankings, join_hits
+from pipeline.search.federated import FederatedSearcher, Rankings
+from pipeline.search.federation import Federation, Found, join_hits
 from pipeline.search.options import SearchOptions
 
 #: Name of the row of all members together.

@@ -17,6 +17,7 @@ from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Edition, IndexReader
 from pipeline.search.candidates import EXACT, default_candidates, generators
+from pipeline.search.federation import Federation
 from pipeline.search.options import SearchOptions, representation_info
 from pipeline.search.scores import Score
 from pipeline.serve.calls import Handle, Stages
@@ -92,6 +93,15 @@ class Served:
         """Returns the options of a search of a representation without other options."""
         candidates = self.default_candidates(self.representation(representation), "maxsim")
         return SearchOptions(representation=representation, candidates=candidates.generator)
+
+
+@dataclass(frozen=True)
+class ServedFederation:
+    """Federation with the served versions of the indexes of its members, by member."""
+
+    name: str
+    spec: Federation
+    members: dict[str, Served]
 
 
 class ServedIndexes:
@@ -208,6 +218,12 @@ class ServedIndexes:
     def names(self) -> list[str]:
         """Names of the indexes."""
         return list(self._served)
+
+    def federation(self, name: str) -> ServedFederation:
+        """Returns a federation with the present versions of its members."""
+        spec, index = self._settings.federations[name], self._settings.member_index
+        members = {key: self._served[index(member)] for key, member in spec.members.items()}
+        return ServedFederation(name, spec, members)
 
 
 def _open_newest(name: str, spec: ServedIndex, current: Served | None) -> Served | None:

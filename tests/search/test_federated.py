@@ -15,7 +15,8 @@ from pipeline.config import SpecError, parse
 from pipeline.encoders.minilm import MiniLM
 from pipeline.index import ITEMS
 from pipeline.schema import SPAN
-from pipeline.search.federated import FederatedSearcher, Federation, MemberWarning
+from pipeline.search.federated import FederatedSearcher, MemberWarning
+from pipeline.search.federation import Federation
 from pipeline.search.options import SearchOptions
 from pipeline.search.searcher import open_index
 from tests.search.vectors import DIM, rows, unit, write

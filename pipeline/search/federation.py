@@ -1,16 +1,13 @@
 """Federations: several indexes that are searched as one, and how their hits are joined.
 
-Each member of a federation ranks its best `depth` items. The scores s of these hits, whose lowest
-is s_min, are made comparable by a value v >= 0:
+Each member of a federation ranks its best `depth` items. The scores s of these hits become
+comparable values v, which are the shares of the hits in a softmax of the standardised scores:
 
-    rank      v = 1 / (rank_constant + rank), reciprocal rank fusion
-    min_max   v = (s - s_min) / (s_max - s_min)
-    z_score   v = (s - s_min) / standard deviation of s
+    v = exp(s / d) / (sum of exp(s / d) over the hits)   with the standard deviation d of s
 
-With `min_max` and `z_score`, v = 1 if all scores are equal, and a member that does not find an item
-adds as much as for its lowest hit: 0. The score of a hit is the weighted sum of its value and of
-the best value of a hit that is joined to it in each other member. A hit is left out if a better one
-of another member is joined to it.
+A member whose best hits stand out counts more than one whose scores are similar. The score of a hit
+is the weighted sum of its value and of the best value of a hit that is joined to it in each other
+member. A hit is left out if a better one of another member is joined to it.
 """
 
 from __future__ import annotations
@@ -83,10 +80,6 @@ class Federation(Spec):
 
     members: dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], Member] = Field(min_length=1)
     """Indexes by name. An index can be several members, such as one per representation."""
-    normalise: Literal["rank", "min_max", "z_score"] = "rank"
-    """Method that makes the scores of the members comparable, see above."""
-    rank_constant: float = Field(60.0, ge=0, le=1e6, allow_inf_nan=False)
-    """Constant of the reciprocal rank. The larger it is, the less the first ranks count."""
     join: Join = "item"
     """Hits that are joined: those of the same item or parent, or of ranges of the same parent that
     overlap, such as 10-20 s and 15-30 s. An item without a range overlaps all of its parent."""
@@ -124,7 +117,7 @@ class Federation(Spec):
         """
         found = []
         for ranking in rankings:
-            comparable = self.members[name].weight * values(ranking.scores, self)
+            comparable = self.members[name].weight * values(ranking.scores)
             columns = ranking.scores, comparable.tolist(), ranking.item_ids, ranking.parent_ids
             rows = enumerate(zip(*columns, strict=True), start=1)
             found.append([Found(name, rank, *row, ranges.get(row[2])) for rank, row in rows])
@@ -185,21 +178,17 @@ class Joined(NamedTuple):
     found: dict[str, Found]
 
 
-def values(scores: Sequence[float], spec: Federation) -> np.ndarray:
+def values(scores: Sequence[float]) -> np.ndarray:
     """Returns the comparable scores (n,) float64 of the hits of a member, best first.
 
-    >>> members = {"a": {"index": "a"}}
-    >>> values([4.0, 2.0, 0.0], Federation(members=members, normalise="min_max")).tolist()
-    [1.0, 0.5, 0.0]
-    >>> values([4.0, 2.0], Federation(members=members, rank_constant=1)).tolist()
-    [0.5, 0.3333333333333333]
+    >>> values([9.0, 5.0, 5.0, 5.0]).round(2).tolist(), values([2.0, 2.0]).tolist()
+    ([0.77, 0.08, 0.08, 0.08], [0.5, 0.5])
     """
-    if spec.normalise == "rank":
-        return 1 / (spec.rank_constant + np.arange(1, len(scores) + 1))
+    if not len(scores):
+        return np.zeros(0)
     array = np.array(scores, np.float64)
-    if not len(array) or array.max() == array.min():
-        return np.ones_like(array)
-    return (array - array.min()) / (np.ptp(array) if spec.normalise == "min_max" else array.std())
+    exponentials = np.exp((array - array.max()) / (array.std() or 1))
+    return exponentials / exponentials.sum()
 
 
 def join_hits(hits: Iterable[Found], join: str, k: int) -> list[Joined]:

@@ -53,10 +53,7 @@ def federation_info(served: ServedFederation) -> wire.FederationInfo:
     for name, member in served.spec.members.items():
         fields = {**dict(member), "name": name, "index": served.members[name].name}
         members.append(wire.MemberInfo(**fields))
-    spec = served.spec
-    return wire.FederationInfo(
-        name=served.name, join=spec.join, normalise=spec.normalise, members=members
-    )
+    return wire.FederationInfo(name=served.name, join=served.spec.join, members=members)
 
 
 def _representation(served: Served, info: RepresentationInfo) -> wire.Representation:

@@ -554,8 +554,6 @@ class FederationInfo(Response):
     """Name of the federation."""
     join: str
     """Hits that are joined: `item`, `parent` or `overlap`."""
-    normalise: str
-    """Method that makes the scores of the members comparable."""
     members: list[MemberInfo]
     """Members."""
 

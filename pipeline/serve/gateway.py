@@ -79,12 +79,10 @@ class Gateway:
 
     def visible_federations(self, key: Key) -> list[str]:
         """Returns the names of the federations to which, and to all indexes, a key has access."""
-        index = self.settings.member_index
         return [
             name
-            for name, federation in self.settings.federations.items()
-            if key.can_access(name)
-            and all(key.can_access(index(member)) for member in federation.members.values())
+            for name, members in self.engine.indexes.members.items()
+            if all(map(key.can_access, (name, *members.values())))
         ]
 
     def check_delete(self, key: Key) -> None:

@@ -110,6 +110,9 @@ class ServedIndexes:
     A request uses the same version from beginning to end. A new version is served as soon as all
     replicas of the searchers have loaded what is preloaded, and all replicas of searchers and
     rerankers the vectors of recent requests. Replicas that start later load the same.
+
+    Attributes:
+        members: Names of the indexes of each federation by member.
     """
 
     def __init__(
@@ -117,6 +120,10 @@ class ServedIndexes:
     ):
         self._settings, self._stages, self._count = settings, stages, count
         self._served: dict[str, Served] = {}
+        self.members = {
+            name: {key: settings.member_index(member) for key, member in spec.members.items()}
+            for name, spec in settings.federations.items()
+        }
         self._refreshing: asyncio.Task | None = None
         self._locks = {name: asyncio.Lock() for name in settings.indexes}
         self._recent: dict[str, dict[tuple[StageName, SearchVectors], float]] = {
@@ -221,9 +228,8 @@ class ServedIndexes:
 
     def federation(self, name: str) -> ServedFederation:
         """Returns a federation with the present versions of its members."""
-        spec, index = self._settings.federations[name], self._settings.member_index
-        members = {key: self._served[index(member)] for key, member in spec.members.items()}
-        return ServedFederation(name, spec, members)
+        members = {key: self._served[index] for key, index in self.members[name].items()}
+        return ServedFederation(name, self._settings.federations[name], members)
 
 
 def _open_newest(name: str, spec: ServedIndex, current: Served | None) -> Served | None:

@@ -564,7 +564,7 @@ class IndexList(Response):
     indexes: list[IndexInfo]
     """The indexes."""
     federations: list[FederationInfo] = Field(default_factory=list)
-    """The federations of which the access key can access all indexes."""
+    """The federations, if the access key can access all of their indexes."""
 
 
 # -- evaluations -----------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_invalid_requests(http, change, field, message):
 
 
 def test_filter_of_a_column_that_a_member_lacks(client):
-    """A column of the vectors is no column of the items, whatever the member."""
+    """Vectors are not columns that a filter can use, whatever the member."""
     with pytest.raises(ServerError, match="filter must be") as caught:
         client.search("heat", index="both", filter="full IS NOT NULL")
     assert caught.value.status == 422

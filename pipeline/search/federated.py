@@ -24,6 +24,7 @@ from pipeline.search.federation import (
     item_ranges,
     join_notes,
     left_out,
+    score_scale,
     shown_rankings,
 )
 from pipeline.search.html import Hits
@@ -45,11 +46,12 @@ class MemberWarning(UserWarning):
 
 
 class MemberRankings(NamedTuple):
-    """Rankings of the queries by a member."""
+    """Rankings of the queries by a member, and its hits for each query."""
 
     representation: str
     queries: Queries
     rankings: list[Ranking]
+    found: list[list[Found]]
 
 
 class Rankings(NamedTuple):
@@ -167,7 +169,6 @@ class FederatedSearcher:
         failures = dict(self._missing) if failures is None else failures
         encoded: dict[str, EncodedQueries] = {}
         members: dict[str, MemberRankings] = {}
-        found: dict[str, list[list[Found]]] = {}
         for name, searcher in self.searchers.items():
             if name in failures:
                 continue
@@ -180,12 +181,13 @@ class FederatedSearcher:
                     else encode(name, column)
                 )
                 rankings = searcher.rank_with(member_queries, resolved)
-                found[name] = self.found(name, rankings)
+                found = self.found(name, rankings, resolved)
             except FAILURES as error:
                 self._fail(name, error, failures)
                 continue
-            members[name] = MemberRankings(column, member_queries, rankings)
-        joined = self.spec.join_hits(found, options.k) if found else [[] for _ in queries]
+            members[name] = MemberRankings(column, member_queries, rankings, found)
+        found_by = {name: member.found for name, member in members.items()}
+        joined = self.spec.join_hits(found_by, options.k)
         sentences = [left_out(name, error) for name, error in failures.items()]
         return Rankings(members, joined, sentences + self._join_notes(tuple(members)))
 
@@ -208,10 +210,14 @@ class FederatedSearcher:
         member_options = self.spec.member_options(name, options)
         return member_options.resolve(index, self.searchers[name].device)
 
-    def found(self, name: str, rankings: Sequence[Ranking]) -> list[list[Found]]:
-        """Returns the hits of a member for each query."""
-        is_overlap, index = self.spec.join == "overlap", self.searchers[name].index
-        return self.spec.found(name, rankings, item_ranges(index, rankings) if is_overlap else {})
+    def found(
+        self, name: str, rankings: Sequence[Ranking], options: SearchOptions
+    ) -> list[list[Found]]:
+        """Returns the hits of a member for each query, without values."""
+        index = self.searchers[name].index
+        ranges = item_ranges(index, rankings) if self.spec.join == "overlap" else {}
+        scale = score_scale(name, index.representation(options.column), options)
+        return self.spec.found(name, rankings, scale, ranges)
 
     def _describe(
         self, rankings: Rankings, options: SearchOptions, failures: Failures

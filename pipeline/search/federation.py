@@ -5,15 +5,17 @@ comparable values v, which are the shares of the hits in a softmax of the standa
 
     v = exp(s / d) / (sum of exp(s / d) over the hits)   with the standard deviation d of s
 
-A member whose best hits stand out counts more than one whose scores are similar. The score of a hit
-is the weighted sum of its value and of the best value of a hit that is joined to it in each other
-member. A hit is left out if a better one of another member is joined to it.
+Members whose scores have the same scale, by the same encoder and compressor, are one list of hits
+in this equation, as if they were shards of one index. A list whose best hits stand out counts more
+than one whose scores are similar. The score of a hit is the sum over the scales of the best
+weighted value of this hit and of those that are joined to it in other members. A hit is left out if
+a better one of another member is joined to it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -21,7 +23,7 @@ import numpy as np
 import pyarrow.compute as pc
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from pipeline.config import JobError, Spec, SpecError, first_line, parse, read
+from pipeline.config import JobError, Spec, SpecError, digest, first_line, parse, read
 from pipeline.extras import MissingExtra
 from pipeline.search.candidates import AUTO
 from pipeline.search.fusion import DEFAULT_FUSION, FusionSpec
@@ -30,6 +32,7 @@ from pipeline.search.results import Hit, MemberHit
 from pipeline.search.scores import Score
 
 if TYPE_CHECKING:  # imports torch, which the settings of a server do not need
+    from pipeline.index.info import RepresentationInfo
     from pipeline.index.reader import IndexReader
     from pipeline.search.score import Ranking
 
@@ -89,6 +92,15 @@ class Federation(Spec):
     """Whether a member that is missing or fails is an error. Otherwise it is a warning, and the
     hits are those of the others."""
 
+    def with_weights(self, weights: Mapping[str, float]) -> Federation:
+        """Returns the federation with other weights, without the members of weight 0."""
+        members = {
+            name: member.model_copy(update={"weight": weights[name]})
+            for name, member in self.members.items()
+            if weights[name]
+        }
+        return self.model_copy(update={"members": members})
+
     def member_options(self, name: str, options: SearchOptions) -> SearchOptions:
         """Returns the options of a member for a search of the federation.
 
@@ -108,25 +120,42 @@ class Federation(Spec):
         return parse(SearchOptions, fields)
 
     def found(
-        self, name: str, rankings: Sequence[Ranking], ranges: Mapping[str, Range]
+        self,
+        name: str,
+        rankings: Sequence[Ranking],
+        scale: str,
+        ranges: Mapping[str, Range],
     ) -> list[list[Found]]:
-        """Returns the hits of a member for each query.
+        """Returns the hits of a member for each query, without values.
 
         Args:
+            scale: Scale of the scores, see `score_scale`.
             ranges: Ranges of the items by id, see `item_ranges`.
         """
         found = []
         for ranking in rankings:
-            comparable = self.members[name].weight * values(ranking.scores)
-            columns = ranking.scores, comparable.tolist(), ranking.item_ids, ranking.parent_ids
-            rows = enumerate(zip(*columns, strict=True), start=1)
-            found.append([Found(name, rank, *row, ranges.get(row[2])) for rank, row in rows])
+            rows = zip(ranking.scores, ranking.item_ids, ranking.parent_ids, strict=True)
+            hits = [
+                Found(name, rank, score, item_id, parent_id, scale, ranges.get(item_id))
+                for rank, (score, item_id, parent_id) in enumerate(rows, start=1)
+            ]
+            found.append(hits)
         return found
 
     def join_hits(self, found: Mapping[str, list[list[Found]]], k: int) -> list[list[Joined]]:
         """Joins the hits of the members for each query, and returns the k best."""
         by_query = zip(*(found[name] for name in self.members if name in found), strict=True)
-        return [join_hits(chain.from_iterable(hits), self.join, k) for hits in by_query]
+        return [join_hits(self._weighted([*chain(*hits)]), self.join, k) for hits in by_query]
+
+    def _weighted(self, hits: Sequence[Found]) -> Iterator[Found]:
+        """Yields the hits of a query with their values."""
+        by_scale: dict[str, list[float]] = {}
+        for hit in hits:
+            by_scale.setdefault(hit.scale, []).append(hit.score)
+        shares = {scale: iter(values(scores).tolist()) for scale, scores in by_scale.items()}
+        for hit in hits:
+            weight = self.members[hit.member].weight
+            yield hit._replace(value=weight * next(shares[hit.scale]))
 
 
 def _read(value: Any) -> Any:
@@ -145,6 +174,7 @@ class Found(NamedTuple):
     Attributes:
         rank: Rank in the member, from 1.
         score: Score in the member.
+        scale: Scale of the scores.
         value: Weighted comparable score.
         range: Unit, start and end in the parent, or None for the whole parent.
     """
@@ -152,10 +182,11 @@ class Found(NamedTuple):
     member: str
     rank: int
     score: float
-    value: float
     item_id: str
     parent_id: str
+    scale: str
     range: Range | None = None
+    value: float = 0.0
 
     def overlaps(self, other: Found) -> bool:
         """Checks whether the ranges of two hits of the same parent overlap."""
@@ -212,7 +243,11 @@ def join_hits(hits: Iterable[Found], join: str, k: int) -> list[Joined]:
                 is_joined = not is_overlap or hit.overlaps(other)
                 if other is hit or (other.member != hit.member and is_joined):
                     found.setdefault(other.member, other)
-            joined.append(Joined(sum(other.value for other in found.values()), hit, found))
+            best_values: dict[str, float] = {}
+            for other in found.values():
+                best_value = best_values.get(other.scale, 0.0)
+                best_values[other.scale] = max(best_value, other.value)
+            joined.append(Joined(sum(best_values.values()), hit, found))
     joined.sort(key=lambda each: (-each.score, _order(each.shown, join)))  # stable: by member
     best: list[Joined] = []
     shown: dict[str, list[Found]] = {}
@@ -238,6 +273,19 @@ def check_options(options: SearchOptions) -> None:
         if name in SearchOptions.model_fields and value != getattr(SearchOptions(), name):
             rules = {"group_by": "null; set `join` to parent", "rerank": "null for a federation"}
             raise SpecError(name, value, rules.get(name, "set in the members of the federation"))
+
+
+def score_scale(name: str, info: RepresentationInfo, options: SearchOptions) -> str:
+    """Returns an id of the scale of the scores of a member.
+
+    It is the name of the member if its scores depend on the other items of the index.
+    """
+    if options.score == "maxsim":
+        compression = info.compressor, info.codec, info.max_vectors
+        return digest([info.encoder.spec, info.encoder.fingerprint, info.field, *compression])
+    if options.score == "single_vector":
+        return digest([info.encoder.spec, info.encoder.fingerprint, info.field])
+    return name
 
 
 def item_ranges(index: IndexReader, rankings: Sequence[Ranking]) -> dict[str, Range]:

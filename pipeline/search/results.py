@@ -168,7 +168,8 @@ class MemberHit(Response):
     score: float
     """Score in the member."""
     value: float
-    """Comparable score times the weight of the member. The score of the joined hit is the sum."""
+    """Comparable score times the weight of the member. The score of the joined hit is the sum over
+    the encoders, compressors and scores of the members of the best value."""
     item_id: str
     """Id of the item of the member."""
 

@@ -15,6 +15,7 @@ from pipeline.search.federation import (
     Member,
     federated_hits,
     item_ranges,
+    score_scale,
     shown_rankings,
 )
 from pipeline.search.options import SearchOptions
@@ -134,7 +135,8 @@ class FederationSearch:
         ranges = {}
         if self._spec.join == "overlap":
             ranges = await asyncio.to_thread(_ranges, served, rankings)
-        return _Ranked(queries, rankings, self._spec.found(name, rankings, ranges))
+        scale = score_scale(name, served.representation(options.column), options)
+        return _Ranked(queries, rankings, self._spec.found(name, rankings, scale, ranges))
 
     def _member_options(self, name: str, served: Served) -> SearchOptions:
         try:

@@ -18,7 +18,7 @@ from pipeline.search.federated import FederatedSearcher, MemberWarning
 from pipeline.search.federation import Federation
 from pipeline.search.options import SearchOptions
 from pipeline.search.searcher import open_index
-from tests.search.vectors import DIM, rows, unit, write
+from tests.search.vectors import DIM, OTHER_SCHEMA, SCHEMA, rows, unit, write
 
 WEIGHTS = {"a": 1.0, "b": 0.5, "c": 0.25}
 VECTORS = [unit((3, DIM), seed).astype(np.float32) for seed in range(100, 104)]
@@ -27,7 +27,7 @@ QUERIES = [query / np.linalg.norm(query, axis=1, keepdims=True) for query in VEC
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory) -> dict[str, dict]:
-    """Three indexes with windows of the same videos. Two of them share item ids."""
+    """Three indexes with windows of the same videos. Two share item ids and their encoder."""
     folder = tmp_path_factory.mktemp("federation")
     lengths = {"a": 10.0, "b": 10.0, "c": 25.0}  # seconds per window
     for seed, (name, seconds) in enumerate(lengths.items()):
@@ -40,15 +40,14 @@ def members(tmp_path_factory) -> dict[str, dict]:
         order = np.random.default_rng(seed).permutation(len(names))[: 30 if name == "b" else None]
         table = rows([names[i] for i in order], [4] * len(order), seed)
         column = pa.array([spans[i] for i in order], SPAN)
-        write(
-            str(folder / name), table.set_column(table.column_names.index("span"), "span", column)
-        )
+        table = table.set_column(table.column_names.index("span"), "span", column)
+        write(str(folder / name), table, OTHER_SCHEMA if name == "c" else SCHEMA)
     return {name: {"index": str(folder / name), "weight": WEIGHTS[name]} for name in lengths}
 
 
 def literal(members, query, k, join, depth):
     """Returns (item id, score, {member: (rank, item id)}) of the k best hits, with plain loops."""
-    hits = []  # member, rank, id, parent, range, value
+    hits = []  # member, rank, id, parent, range, score
     for name in members:
         ranked = []
         for row in lance.dataset(f"{members[name]['index']}/{ITEMS}").to_table().to_pylist():
@@ -63,10 +62,16 @@ def literal(members, query, k, join, depth):
         ranked = ranked[: max(depth, k)]
         scores = [-row[0] for row in ranked]
         for rank, (row, score) in enumerate(zip(ranked, scores, strict=True), start=1):
-            shares = [math.exp(other / np.std(scores)) for other in scores]
-            value = math.exp(score / np.std(scores)) / sum(shares)
             span = (row[3]["start"], row[3]["end"]) if row[3] else (-math.inf, math.inf)
-            hits.append((name, rank, row[1], row[2], span, WEIGHTS[name] * value))
+            hits.append((name, rank, row[1], row[2], span, score))
+
+    scales = {"a": "f", "b": "f", "c": "g"}
+
+    def value(hit):
+        """Returns the weighted share of a hit among those of its scale."""
+        scores = [other[5] for other in hits if scales[other[0]] == scales[hit[0]]]
+        shares = [math.exp(score / np.std(scores)) for score in scores]
+        return WEIGHTS[hit[0]] * math.exp(hit[5] / np.std(scores)) / sum(shares)
 
     def is_joined(hit, other):
         if join == "item":
@@ -85,7 +90,10 @@ def literal(members, query, k, join, depth):
                 mine = [hit]
             if mine:
                 found[name] = min(mine, key=lambda other: other[1])
-        total = sum(other[5] for other in found.values())
+        total = 0
+        for scale in "fg":
+            values = [value(other) for name, other in found.items() if scales[name] == scale]
+            total += max(values, default=0)
         id = hit[3] if join == "parent" else hit[2]
         length = hit[4][1] - hit[4][0] if join == "overlap" else 0
         scored.append(((-total, length, id, hit[1], list(members).index(hit[0])), hit, found))
@@ -303,11 +311,26 @@ def test_a_member_whose_best_hit_stands_out_counts_more(tmp_path):
             vectors[7] = QUERIES[0][:1].astype(np.float16).tolist()
         column = pa.array(vectors, table.schema.field("full").type)
         position = table.column_names.index("full")
-        write(str(tmp_path / name), table.set_column(position, table.schema.field("full"), column))
+        table = table.set_column(position, table.schema.field("full"), column)
+        write(str(tmp_path / name), table, OTHER_SCHEMA if name == "sharp" else SCHEMA)
     spec = {name: {"index": str(tmp_path / name)} for name in ("flat", "sharp")}
     hits = FederatedSearcher({"members": spec}, cache=False).search(QUERIES[0][:1], k=40)
     assert hits[0].item_id == "sharp7" and hits[0].score > 2 * hits[1].score
     assert sum(hit.score for hit in hits) == pytest.approx(2)
+
+
+def test_parts_of_an_index_rank_like_the_whole(members, tmp_path):
+    """Scores by the same encoder and compressor are comparable, so no hit counts twice."""
+    table = lance.dataset(f"{members['a']['index']}/{ITEMS}").to_table()
+    for name, part in (("few", table.slice(0, 5)), ("many", table.slice(3))):
+        write(str(tmp_path / name), part)
+    spec = {name: {"index": str(tmp_path / name)} for name in ("few", "many")}
+    searcher = FederatedSearcher({"members": spec}, cache=False)
+    whole = open_index(members["a"]["index"], cache=False)
+    for query in QUERIES:
+        hits, expected = (one.search(query, k=36) for one in (searcher, whole))
+        assert [hit.item_id for hit in hits] == [hit.item_id for hit in expected]
+        assert sum(len(hit.members) for hit in hits) == 38
 
 
 def test_members_with_the_same_ids_and_other_files(tmp_path):

@@ -493,7 +493,7 @@ async function compareDurations(signal) {
 
 /** Returns the representation of a column, with its score if that of the other column differs. */
 function columnLabel({ side, response }) {
-  if (response.members) return `${response.members.length} indexes as one`;
+  if (response.members) return `${response.members.length} members as one`;
   const facets = facetsByIndex.get(state.index);
   const label = searchLabel(state, indexInfo(state, indexes), facets, response.representation, side);
   const isSame = state.view !== "compare" || !state.score2 || state.score2 === state.score;

@@ -16,7 +16,7 @@ from pipeline.data.decode.image import without_comments
 from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Composed
-from pipeline.search.candidates import AUTO, EXACT, generator_columns
+from pipeline.search.candidates import AUTO
 from pipeline.search.federation import check_options
 from pipeline.search.fusion import FUSED
 from pipeline.search.options import Rerank, SearchOptions, representation_info
@@ -67,27 +67,27 @@ def with_request(
     served: ServedFederation, request: wire.SearchFields, num_queries: int, limits: Limits
 ) -> ServedFederation:
     """Returns a federation with the options of a request, which must be valid for it."""
+    _check_depth(request.k, 0, num_queries, limits)
     try:
         check_options(request)
-        members = dict(served.spec.members)
-        for name, options in (request.members or {}).items():
+        if (maximum := MAX_BATCH_HITS // served.spec.depth) < num_queries:
+            rule = f"at most {maximum} queries for a federation of depth {served.spec.depth}"
+            raise SpecError("queries", num_queries, rule)
+        members, changed = dict(served.spec.members), request.members or {}
+        for name, options in changed.items():
             if name not in members:
                 raise SpecError.unknown_name("members", name, members)
             given = {field: value for field, value in options if value is not None}
             members[name] = members[name].model_copy(update=given)
+        changes: dict[str, Any] = {"members": members, "join": request.join or served.spec.join}
+        spec = served.spec.model_copy(update=changes)
+        for name in changed:
             with within(f"members.{name}"):
-                index = served.members[name].index
-                info = representation_info(index, members[name].representation)
-                if (generator := given.get("candidates")) not in (None, AUTO, EXACT):
-                    generator_columns(index, info, generator)
+                representation_info(served.members[name].index, members[name].representation)
+                _resolve(spec.member_options(name, request), served.members[name], None)
     except SpecError as error:
         raise from_spec_error(error) from None
-    changes: dict[str, Any] = {"members": members, "join": request.join or served.spec.join}
-    _check_depth(request.k, 0, num_queries, limits)
-    if (maximum := MAX_BATCH_HITS // served.spec.depth) < num_queries:
-        rule = f"at most {maximum} queries for a federation of depth {served.spec.depth}"
-        raise from_spec_error(SpecError("queries", num_queries, rule))
-    return replace(served, spec=served.spec.model_copy(update=changes))
+    return replace(served, spec=spec)
 
 
 def _candidates(

@@ -166,7 +166,7 @@ def test_equals_in_process_search(client, uris, join, options):
 def test_hits_name_the_members_that_found_them(client):
     hit = client.search("the lift of a wing", index="both", explain="map").hits[0]
     assert {member.member for member in hit.members} == {"tokens", "few", "single"}
-    assert hit.score == sum(member.value for member in hit.members)
+    assert hit.score == sum(member.value for member in hit.members)  # three kinds of scores
     assert hit.map is not None and hit.representation == "full"
     assert hit.members[0].member == "tokens"
 
@@ -263,6 +263,11 @@ def test_a_member_that_fails_to_describe_its_hits(client, server, uris, monkeypa
             {"members": {"few": {"candidates": "lemur"}}},
             "members.few.candidates",
             "members.few.candidates must be",
+        ),
+        (
+            {"members": {"few": {"score": "fused"}}},
+            "members.few.fusion.weights",
+            "members.few.fusion.weights must be set for the score fused, got None",
         ),
         ({"index": "one", "join": "item"}, "join", "join must be null for an index, got 'item'"),
         ({"index": "one", "members": {}}, "members", "members must be null for an index, got []"),

@@ -3,6 +3,7 @@ r"""Serves indexes over HTTP: search page, search, reranking, encoding and evalu
     maxray serve papers/                                    # the index papers.maxray
     maxray serve out/cranfield/index                        # on 127.0.0.1:8000
     maxray serve out/cranfield/index out/pages/index --port 8123
+    maxray serve federation.yaml                            # several indexes as one, and each
     maxray serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.max_k=100
     maxray serve --spec settings.yaml timeouts.search_s=5
     maxray serve out/photos/index indexes.photos.edje=out/edje/model   # EDJE reranking
@@ -10,7 +11,8 @@ r"""Serves indexes over HTTP: search page, search, reranking, encoding and evalu
     curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \
          -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
 
-Each index has the name of its folder, or of the parent of a folder `index`. Without access keys
+Each index has the name of its folder, or of the parent of a folder `index`, and each federation
+that of its file. Without access keys
 (--keys), the server listens only on the loopback interface. On Ctrl-C or SIGTERM, it drains
 in-flight requests and exits. The search page is at /, and the API is documented at /docs and
 /openapi.json. All stages run in one process, unless RAY_ADDRESS or settings of other deployments
@@ -41,6 +43,7 @@ from pipeline.config import (
     MissingField,
     SpecError,
     Stopped,
+    absolute,
     check_exists,
     first_line,
     load,
@@ -86,7 +89,8 @@ def _parser() -> jobs.Parser:
         "indexes",
         nargs="*",
         default=[],
-        help="URIs of indexes or their folders, and settings in the form dotted.field=value",
+        help="URIs of indexes or their folders, federations (.yaml), and settings in the form "
+        "dotted.field=value",
     )
     parser.add_argument("--spec", help="YAML file with the settings of the server")
     parser.add_argument(
@@ -106,16 +110,17 @@ def _port(text: str) -> int:
 
 def _settings(args: Any) -> ServeSpec:
     overrides = [a for a in args.indexes if re.match(r"[a-z_]+(\.[^/=]+)*=", a)]
-    uris = [find_index(a) for a in args.indexes if a not in overrides]
+    given = [a for a in args.indexes if a not in overrides]
     indexes: dict[str, dict[str, str]] = {}
-    for uri in uris:
-        name = index_name(uri)
-        if name in indexes:
-            note = "; rename its folder, or name each index in a file for --spec"
-            problem = f"is another index named {name}"
-            raise SpecError("indexes", uri, "an index with a unique name", problem, note)
-        indexes[name] = {"uri": uri}
-        check_index(uri)
+    for uri in given:
+        if not jobs.is_spec(uri):
+            _add_index(indexes, find_index(uri))
+    federations = {}
+    for path in filter(jobs.is_spec, given):
+        name = index_name(path.rpartition(".")[0])
+        if name in federations:
+            raise SpecError("federations", path, "a file with a unique name")
+        federations[name] = _federation(path, indexes)
     if args.spec:
         read(args.spec, "spec")
     if args.keys:
@@ -124,16 +129,48 @@ def _settings(args: Any) -> ServeSpec:
     from pipeline.serve.settings import ServeSpec
 
     settings: dict[str, Any] = {"indexes": indexes} if indexes else {}
+    if federations:
+        settings["federations"] = federations
     if args.keys:
         settings["keys"] = args.keys
     if args.spec:
         if indexes:
-            raise SpecError("indexes", uris[0], "omitted when --spec is given")
+            raise SpecError("indexes", given[0], "omitted when --spec is given")
         overrides += [f"keys={args.keys}"] if args.keys else []
         return load(ServeSpec, args.spec, overrides)
     if not indexes:
         raise MissingField("indexes", None, "an index or its folder, unless --spec is given")
     return parse(ServeSpec, override(settings, overrides))
+
+
+def _add_index(indexes: dict[str, dict[str, str]], uri: str) -> str:
+    """Adds an index to those that are served, and returns its name."""
+    name = index_name(uri)
+    if name in indexes:
+        note = "; rename its folder, or name each index in a file for --spec"
+        problem = f"is another index named {name}"
+        raise SpecError("indexes", uri, "an index with a unique name", problem, note)
+    check_index(uri)
+    indexes[name] = {"uri": uri}
+    return name
+
+
+def _federation(path: str, indexes: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """Reads a federation, adds its indexes, and returns it with their names as those of members."""
+    from pipeline.search.federation import Federation
+
+    check_exists(path, "federation")
+    federation = load(Federation, path, role="federation")
+    names = {absolute(served["uri"]).rstrip("/"): name for name, served in indexes.items()}
+    members = {}
+    for name, member in federation.members.items():
+        with within(f"members.{name}"):
+            uri = find_index(member.index)
+            place = absolute(uri).rstrip("/")
+            if place not in names:
+                names[place] = _add_index(indexes, uri)
+        members[name] = {**member.model_dump(exclude_unset=True), "index": names[place]}
+    return {**federation.model_dump(exclude_unset=True), "members": members}
 
 
 def index_name(uri: str) -> str:
@@ -165,9 +202,11 @@ def _check_address(host: str, port: int, settings: ServeSpec) -> None:
 
 
 def _check_indexes(settings: ServeSpec) -> None:
+    from pipeline.index.filters import check_filter
     from pipeline.index.reader import IndexReader
     from pipeline.search.candidates import EXACT, generator_columns, slow_search_hint
-    from pipeline.search.options import representation_info
+    from pipeline.search.federation import join_notes
+    from pipeline.search.options import SearchOptions, representation_info
     from pipeline.serve.keys import Keys
 
     for name, served in settings.indexes.items():
@@ -198,6 +237,17 @@ def _check_indexes(settings: ServeSpec) -> None:
 
             field = f"indexes.{name}.edje"
             check_stored(read_metadata(served.edje, field), served.edje, index, field)
+    for name, federation in settings.federations.items():
+        readers = {}
+        for key, member in federation.members.items():
+            served = settings.indexes[settings.member_index(member)]
+            readers[key] = IndexReader(served.uri)
+            with within(f"federations.{name}.members.{key}"):
+                if member.filter is not None:
+                    check_filter(readers[key], member.filter)
+                federation.member_options(key, SearchOptions()).resolve(readers[key])
+        for note in join_notes(readers, federation.join):
+            jobs.say(f"{name}: {note}")
     if settings.keys:
         Keys(settings.keys)
 
@@ -227,7 +277,7 @@ def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
     jobs.say(f"starting the HTTP proxy ({time.monotonic() - start:.0f} s)")
     ray_serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
     try:
-        names = ", ".join(settings.indexes)
+        names = ", ".join([*settings.indexes, *settings.federations])
         jobs.say(f"loading {names} ({time.monotonic() - start:.0f} s)")
         target = ray_serve.RunTarget(build(settings), name=APPLICATION, route_prefix="/")
         ray_serve.run_many([target], wait_for_applications_running=False)

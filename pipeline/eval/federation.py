@@ -24,7 +24,8 @@ from pipeline.eval.spec import EvaluateSpec, headline_measure, with_main_measure
 from pipeline.registry import BENCHMARKS
 from pipeline.runtime.atomic import check_writable
 from pipeline.search.candidates import EXACT
-from pipeline.search.federated import FederatedSearcher, Federation, Found, Rankings, join_hits
+from pipeline.search.federated import FederatedSearcher, Rankings
+from pipeline.search.federation import Federation, Found
 from pipeline.search.options import SearchOptions
 
 #: Name of the row of all members together.
@@ -118,18 +119,15 @@ def fit_weights(spec: EvaluateSpec) -> FusionFit:
     """
     spec, _, judged, searcher = _open(spec)
     measure = headline_measure(spec, judged)
-    hits = _Evaluator(spec, judged, searcher).hits()
+    hits, federation = _Evaluator(spec, judged, searcher).hits(), searcher.spec
 
     def measure_weights(weights: Mapping[str, float]) -> list[float]:
+        weighted = federation.with_weights(weights)
+        chosen = {name: [by_member[name] for by_member in hits] for name in weighted.members}
+        joined = weighted.join_hits(chosen, spec.k + judged.num_removed)
         run = {}
-        for query_id, found in zip(judged.queries, hits, strict=True):
-            weighted = [
-                hit._replace(value=weights[hit.member] * hit.value)
-                for hit in found
-                if weights[hit.member]
-            ]
-            joined = join_hits(weighted, searcher.spec.join, spec.k + judged.num_removed)
-            scores = searcher.scores(joined, spec.judged)
+        for query_id, best in zip(judged.queries, joined, strict=True):
+            scores = searcher.scores(best, spec.judged)
             run[query_id] = judged.remove_queries(query_id, scores, spec.k)
         values = per_query(run, judged.qrels, [measure])
         return [values[query_id][measure] for query_id in judged.queries]
@@ -147,12 +145,7 @@ def fit_weights(spec: EvaluateSpec) -> FusionFit:
     ]
     values_CQ = np.array([measure_weights(weights) for weights in settings])
     chosen = settings[choose(values_CQ)]
-    members = {
-        name: member.model_copy(update={"weight": chosen[name]})
-        for name, member in searcher.spec.members.items()
-        if chosen[name]
-    }
-    fitted = load(Federation, spec.index, role="index").model_copy(update={"members": members})
+    fitted = load(Federation, spec.index, role="index").with_weights(chosen)
     held_out_Q = held_out_values(values_CQ)
     return FusionFit(", ".join(names), fitted, values_CQ[0], held_out_Q, measure, best)
 
@@ -183,21 +176,19 @@ class _Evaluator:
     def _key(self, name: str) -> str:
         return self._rankers[name].key(self._rows[name])
 
-    def hits(self) -> list[list[Found]]:
-        """Returns the hits of all members for each query, whose values have the weight 1."""
+    def hits(self) -> list[dict[str, list[Found]]]:
+        """Returns the hits of each query by member."""
         judged = self._judged
         return map_by_pool(
             self._hits, range(len(self._queries)), list(judged.queries), judged.pools
         )
 
-    def _hits(self, numbers: Sequence[int], pool: Pool) -> list[list[Found]]:
-        hits: list[list[Found]] = [[] for _ in numbers]
-        for name, member in self._rank(numbers, pool).members.items():
-            weight = self._searcher.spec.members[name].weight
-            found = self._searcher.found(name, member.rankings)
-            for query_hits, more in zip(hits, found, strict=True):
-                query_hits += (hit._replace(value=hit.value / weight) for hit in more)
-        return hits
+    def _hits(self, numbers: Sequence[int], pool: Pool) -> list[dict[str, list[Found]]]:
+        members = self._rank(numbers, pool).members
+        return [
+            {name: member.found[position] for name, member in members.items()}
+            for position in range(len(numbers))
+        ]
 
     def _rank(self, numbers: Sequence[int], pool: Pool) -> Rankings:
         """Ranks queries, which are given by their numbers, by all members together."""

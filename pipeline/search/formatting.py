@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.search.explain import highlighted_spans, printable, snippet
-from pipeline.search.results import FederatedHit, Hit, Location, MemberHit, Passage, ScoreParts
+from pipeline.search.results import Hit, Location, MemberHit, Passage, ScoreParts
 
 
 def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
@@ -22,7 +22,7 @@ def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
         lines.append("  ".join(printable(part) for part in head if part))
         if parts := hit.parts and format_parts(hit.parts):
             lines.append(f"     {parts}")
-        if isinstance(hit, FederatedHit):
+        if hit.members:
             lines.append(f"     {', '.join(map(format_member, hit.members))}")
         spans = highlighted_spans(hit.passages[0]) if hit.passages else []
         if hit.text and (shown := snippet(hit.text, spans, delimiters=delimiters)):
@@ -52,7 +52,7 @@ def format_parts(parts: ScoreParts) -> str:
 def format_member(hit: MemberHit) -> str:
     """Formats the rank and the score of a hit in a member of a federation.
 
-    >>> format_member(MemberHit(member="pages", rank=2, score=5.25, item_id="a"))
+    >>> format_member(MemberHit(member="pages", rank=2, score=5.25, value=0.5, item_id="a"))
     'pages #2 (5.2500)'
     """
     return f"{hit.member} #{hit.rank} ({hit.score:.4f})"

@@ -158,6 +158,22 @@ class JointScore(Response):
     """Reason why a hit within `rerank_depth` could not be read. Such a hit keeps its rank."""
 
 
+class MemberHit(Response):
+    """Hit of a member of a federation that is part of a joined hit."""
+
+    member: str
+    """Name of the member."""
+    rank: int
+    """Rank in the member, from 1."""
+    score: float
+    """Score in the member."""
+    value: float
+    """Comparable score times the weight of the member. The score of the joined hit is the sum over
+    the encoders, compressors and scores of the members of the best value."""
+    item_id: str
+    """Id of the item of the member."""
+
+
 class Hit(Response):
     """Item that was found. See `pipeline.search.score` for the definition of the score."""
 
@@ -194,23 +210,6 @@ class Hit(Response):
     """Best-matching passages, best first, or null unless `explain` is set."""
     map: Map | None = None
     """Similarity map, or null unless `explain` is `map` and the item supports one."""
-
-
-class MemberHit(Response):
-    """Hit of a member of a federation that is part of a joined hit."""
-
-    member: str
-    """Name of the member."""
-    rank: int
-    """Rank in the member, from 1."""
-    score: float
-    """Score in the member."""
-    item_id: str
-    """Id of the item of the member."""
-
-
-class FederatedHit(Hit):
-    """Hit of several indexes, described by the member that ranks it best."""
-
-    members: tuple[MemberHit, ...] = ()
-    """Hits of the members that found it, in the order of the federation."""
+    members: tuple[MemberHit, ...] | None = None
+    """Hits of the members of a federation that found it, or null for an index. The first one is
+    that of the member that describes the hit."""

@@ -222,9 +222,10 @@ class Client:
 
         Args:
             query: A text, the bytes of an image file, a `Composed` query, or token vectors (M, D).
-            options: `index` and fields of `SearchOptions`, for example `k`, `representation` or
-                `rerank={"rerank_depth": 100}`. `rerank={"method": "edje"}` requires an index that
-                is served with an EDJE model.
+            options: `index`, which may be a federation, and fields of `SearchOptions`, for example
+                `k`, `representation` or `rerank={"rerank_depth": 100}`. `rerank={"method": "edje"}`
+                requires an index that is served with an EDJE model. A federation also has `join`
+                and `members={"NAME": {"weight": 0.5}}`, see `wire.MemberOptions`.
 
         Raises:
             ServerError: The server returned an error.
@@ -291,6 +292,10 @@ class Client:
     def indexes(self) -> list[wire.IndexInfo]:
         """Returns the indexes to which the access key has access."""
         return self._send(_indexes()).indexes
+
+    def federations(self) -> list[wire.FederationInfo]:
+        """Returns the federations to which the access key has access."""
+        return self._send(_indexes()).federations
 
     def evaluate(self, **options: Any) -> wire.Evaluation:
         """Queues an evaluation.

@@ -116,7 +116,7 @@ class Engine:
             with timer.stage("search"):
                 return await self._search_shard(served, encoded, options, key), False, []
         with timer.stage("search"):
-            rankings = await self._rank(served, encoded, options.first_stage(), key)
+            rankings = await self.rank(served, encoded, options.first_stage(), key)
         is_reranked, warnings = False, []
         if rerank is not None:
             stage = RERANK_STAGES[rerank.method]
@@ -127,13 +127,11 @@ class Engine:
             except ApiError as error:
                 if not rerank.optional or error.code not in ("unavailable", "timeout"):
                     raise
-                self._count("degraded", stage)
-                fields = {"event": "degraded", "stage": stage, "index": served.name}
-                log.warning("hits are not reranked: %s", error.message, extra=fields)
+                self.degraded(stage, error.message, served.name)
                 warnings.append(f"not reranked: {error.message}")
                 rankings = [r.take(range(min(options.k, len(r.rows)))) for r in rankings]
         with timer.stage("describe"):
-            hits = await self._describe(served, encoded, rankings, options, key)
+            hits = await self.describe(served, encoded, rankings, options, key)
         if uses_edje:
             num_truncated = [
                 max((hit.edje.num_truncated_tokens for hit in query_hits if hit.edje), default=0)
@@ -141,6 +139,12 @@ class Engine:
             ]
             warnings += truncation_warnings(queries, num_truncated)
         return hits, is_reranked, warnings
+
+    def degraded(self, stage: str, reason: str, index: str) -> None:
+        """Counts and logs that a response lacks the results of a stage."""
+        self._count("degraded", stage)
+        fields = {"event": "degraded", "stage": stage, "index": index}
+        log.warning("%s is left out: %s", stage, reason, extra=fields)
 
     async def encode(
         self, served: Served, queries: Sequence[wire.Query], representation: str, key: str
@@ -196,9 +200,10 @@ class Engine:
         self.indexes.used(served.name, "search", SearchVectors.of(options))
         return hits
 
-    async def _rank(
+    async def rank(
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
     ) -> list[Ranking]:
+        """Ranks the items of all shards for each query."""
         caller = Caller(key, self.settings.timeouts.search_s)
         by_shard = await gather_or_cancel(
             self.calls.call("search", caller, shard.rank, served.edition, encoded, options)
@@ -321,7 +326,7 @@ class Engine:
         scores = dict(sorted(logits.items(), key=lambda pair: (-pair[1], pair[0])))
         return scores, truncation_warnings([query], [num_truncated])
 
-    async def _describe(
+    async def describe(
         self,
         served: Served,
         encoded: Sequence[Queries],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from pipeline.config import MissingField
+from pipeline.config import MissingField, SpecError
 from pipeline.serve.auth import Auth
 from pipeline.serve.engine import Engine
 from pipeline.serve.errors import ApiError
@@ -14,7 +14,7 @@ from pipeline.serve.keys import ANONYMOUS, Key
 from pipeline.serve.metrics import Metrics
 from pipeline.serve.rates import Limiter
 from pipeline.serve.scheduler import FairSlots
-from pipeline.serve.served import Served
+from pipeline.serve.served import Served, ServedFederation
 from pipeline.serve.settings import ServeSpec
 
 #: Interval at which draining checks for requests in progress, in seconds.
@@ -60,6 +60,10 @@ class Gateway:
             names = ", ".join(visible)
             rule = f"one of {names}" if visible else "an index that this key can access"
             raise ApiError("invalid_argument", str(MissingField("index", None, rule)), "index")
+        if name in self.visible_federations(key):
+            rule = "the name of an index for this request"
+            error = SpecError("index", name, rule, "is a federation")
+            raise ApiError("invalid_argument", str(error), "index")
         if name not in visible:  # same response for inaccessible and for missing indexes
             raise ApiError("not_found", f"unknown index {name!r}", "index")
         return self.engine.indexes[name]
@@ -67,6 +71,19 @@ class Gateway:
     def visible_indexes(self, key: Key) -> list[str]:
         """Returns the names of the indexes to which a key has access."""
         return [name for name in self.engine.indexes.names if key.can_access(name)]
+
+    def federation(self, key: Key, name: str | None) -> ServedFederation | None:
+        """Returns the federation of this name, if there is one that a key can access."""
+        found = name if name in self.visible_federations(key) else None
+        return None if found is None else self.engine.indexes.federation(found)
+
+    def visible_federations(self, key: Key) -> list[str]:
+        """Returns the names of the federations to which, and to all indexes, a key has access."""
+        return [
+            name
+            for name, members in self.engine.indexes.members.items()
+            if all(map(key.can_access, (name, *members.values())))
+        ]
 
     def check_delete(self, key: Key) -> None:
         """Raises `ApiError` if a key is not allowed to delete items."""

@@ -5,23 +5,25 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from pipeline.config import SpecError, reading
+from pipeline.config import SpecError, reading, within
 from pipeline.data.decode.image import without_comments
 from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Composed
 from pipeline.search.candidates import AUTO
+from pipeline.search.federation import check_options
 from pipeline.search.fusion import FUSED
-from pipeline.search.options import Rerank, SearchOptions
+from pipeline.search.options import Rerank, SearchOptions, representation_info
 from pipeline.search.query import Queries, Unencoded, check_texts, query_error
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError, from_spec_error
-from pipeline.serve.served import Served
+from pipeline.serve.served import Served, ServedFederation
 from pipeline.serve.settings import MAX_BATCH_HITS, MAX_IMAGE_PIXELS, MAX_QUERY_CHARS, Limits
 
 
@@ -29,6 +31,10 @@ def search_options(
     request: wire.SearchFields, served: Served, num_queries: int, limits: Limits
 ) -> SearchOptions:
     """Returns the options of a request with the defaults of the served index."""
+    for name in ("members", "join"):
+        if (value := getattr(request, name)) is not None:
+            value = list(value) if name == "members" else value
+            raise from_spec_error(SpecError(name, value, "null for an index"))
     rerank = request.rerank
     depth = rerank.depth if rerank else 0
     _check_depth(request.k, depth, num_queries, limits)
@@ -37,25 +43,61 @@ def search_options(
     elif rerank:
         name = _rerank_representation(served, rerank)
         rerank = rerank.model_copy(update={"representation": name})
-    info = served.representation(request.representation)
-    candidates, num_candidates = _candidates(request, served, info)
-    changes: dict[str, Any] = {"candidates": candidates, "num_candidates": num_candidates}
-    if request.score == FUSED and "fusion" not in request.model_fields_set:
-        changes["fusion"] = served.spec.fusion
     try:
-        return request.resolve(served.index, representation=info.name, rerank=rerank, **changes)
+        return _resolve(request, served, rerank)
     except SpecError as error:
         raise from_spec_error(error) from None
 
 
+def member_options(options: SearchOptions, served: Served) -> SearchOptions:
+    """Returns the options of a member of a federation with the defaults of its served index."""
+    return _resolve(options, served, None)
+
+
+def _resolve(options: SearchOptions, served: Served, rerank: Rerank | None) -> SearchOptions:
+    info = served.representation(options.representation)
+    candidates, num_candidates = _candidates(options, served, info)
+    changes: dict[str, Any] = {"candidates": candidates, "num_candidates": num_candidates}
+    if options.score == FUSED and "fusion" not in options.model_fields_set:
+        changes["fusion"] = served.spec.fusion
+    return options.resolve(served.index, representation=info.name, rerank=rerank, **changes)
+
+
+def with_request(
+    served: ServedFederation, request: wire.SearchFields, num_queries: int, limits: Limits
+) -> ServedFederation:
+    """Returns a federation with the options of a request, which must be valid for it."""
+    _check_depth(request.k, 0, num_queries, limits)
+    try:
+        check_options(request)
+        if (maximum := MAX_BATCH_HITS // served.spec.depth) < num_queries:
+            rule = f"at most {maximum} queries for a federation of depth {served.spec.depth}"
+            raise SpecError("queries", num_queries, rule)
+        members, changed = dict(served.spec.members), request.members or {}
+        for name, options in changed.items():
+            if name not in members:
+                raise SpecError.unknown_name("members", name, members)
+            given = {field: value for field, value in options if value is not None}
+            members[name] = members[name].model_copy(update=given)
+        changes: dict[str, Any] = {"members": members, "join": request.join or served.spec.join}
+        spec = served.spec.model_copy(update=changes)
+        for name in changed:
+            with within(f"members.{name}"):
+                representation_info(served.members[name].index, members[name].representation)
+                _resolve(spec.member_options(name, request), served.members[name], None)
+    except SpecError as error:
+        raise from_spec_error(error) from None
+    return replace(served, spec=spec)
+
+
 def _candidates(
-    request: wire.SearchFields, served: Served, info: RepresentationInfo
+    options: SearchOptions, served: Served, info: RepresentationInfo
 ) -> tuple[str, int | None]:
-    default = served.default_candidates(info, request.score)
-    name = default.generator if request.candidates == AUTO else request.candidates
-    number = request.num_candidates
+    default = served.default_candidates(info, options.score)
+    name = default.generator if options.candidates == AUTO else options.candidates
+    number = options.num_candidates
     if number is None and default.generator == name and default.num_candidates:
-        number = max(default.num_candidates, request.k)
+        number = max(default.num_candidates, options.k)
     return name, number
 
 

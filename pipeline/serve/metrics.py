@@ -45,7 +45,7 @@ class Metrics:
         )
         self._events = Counter(
             "maxray_events",
-            "Number of retries, responses without reranking, and failed reloads.",
+            "Number of retries, incomplete responses, and failed reloads.",
             tag_keys=("event", "stage"),
         )
         self._in_flight = Gauge("maxray_in_flight", "Number of requests in progress.")

@@ -10,7 +10,7 @@ from pipeline.search.candidates import BM25, EXACT, generators
 from pipeline.search.fusion import FUSED
 from pipeline.search.scores import VECTOR_SCORES
 from pipeline.serve import wire
-from pipeline.serve.served import Served
+from pipeline.serve.served import Served, ServedFederation
 
 
 def truncation_warnings(queries: Sequence[wire.Query], num_truncated: Sequence[int]) -> list[str]:
@@ -45,6 +45,15 @@ def index_info(served: Served) -> wire.IndexInfo:
         edje=served.spec.edje is not None,
         columns={f.name: str(f.type) for f in index.schema if f.name in ITEM.names},
     )
+
+
+def federation_info(served: ServedFederation) -> wire.FederationInfo:
+    """Returns the description of a federation."""
+    members = []
+    for name, member in served.spec.members.items():
+        fields = {**dict(member), "name": name, "index": served.members[name].name}
+        members.append(wire.MemberInfo(**fields))
+    return wire.FederationInfo(name=served.name, join=served.spec.join, members=members)
 
 
 def _representation(served: Served, info: RepresentationInfo) -> wire.Representation:

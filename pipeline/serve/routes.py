@@ -18,11 +18,17 @@ from pipeline.serve.conditional import is_current, not_modified, preview_tag
 from pipeline.serve.engine import Timer
 from pipeline.serve.errors import ApiError
 from pipeline.serve.evaluations import EvaluationStore
+from pipeline.serve.federations import FederationSearch
 from pipeline.serve.gateway import Gateway
-from pipeline.serve.inputs import check_num_pairs, check_num_queries, search_options
+from pipeline.serve.inputs import (
+    check_num_pairs,
+    check_num_queries,
+    search_options,
+    with_request,
+)
 from pipeline.serve.keys import Key
 from pipeline.serve.metrics import collect_metrics
-from pipeline.serve.responses import index_info
+from pipeline.serve.responses import federation_info, index_info
 
 _bearer = HTTPBearer(auto_error=False, description="Access key")
 
@@ -130,10 +136,26 @@ async def _search(
     key: Key,
     gateway: Gateway,
 ) -> tuple[list[list[Hit]], dict[str, Any]]:
+    limits, timer = gateway.settings.limits, Timer(gateway.metrics.stage)
+    if federation := gateway.federation(key, body.index):
+        request_id = _log(request, index=federation.name, k=body.k, queries=len(queries))
+        federation = with_request(federation, body, len(queries), limits)
+        search = FederationSearch(gateway.engine, federation, queries, body, timer, key.name)
+        result = await search.run()
+        return result.hits, {
+            "request_id": request_id,
+            "index": federation.name,
+            "version": None,
+            "representation": None,
+            "reranked": False,
+            "degraded": any(member.error for member in result.members),
+            "members": result.members,
+            "warnings": result.warnings,
+            "durations_ms": timer.all(),
+        }
     served = gateway.served(key, body.index)
     request_id = _log(request, index=served.name, k=body.k, queries=len(queries))
-    options = search_options(body, served, len(queries), gateway.settings.limits)
-    timer = Timer(gateway.metrics.stage)
+    options = search_options(body, served, len(queries), limits)
     hits, is_reranked, warnings = await gateway.engine.search(
         served, queries, options, timer, key.name
     )
@@ -221,11 +243,14 @@ ItemId = Annotated[str, Path(description="Id of the item.")]
 EvaluationId = Annotated[str, Path(description="Id of the evaluation.")]
 
 
-@api.get("/indexes", tags=["indexes"], summary="List the indexes")
+@api.get("/indexes", tags=["indexes"], summary="List the indexes and federations")
 async def indexes(key: KeyDependency, gateway: GatewayDependency) -> wire.IndexList:
-    """Lists the indexes that the access key can access, with their representations."""
-    served = [gateway.engine.indexes[name] for name in gateway.visible_indexes(key)]
-    return wire.IndexList(indexes=[index_info(index) for index in served])
+    """Lists the indexes, with their representations, and federations that the key can access."""
+    served, names = gateway.engine.indexes, gateway.visible_federations(key)
+    return wire.IndexList(
+        indexes=[index_info(served[name]) for name in gateway.visible_indexes(key)],
+        federations=[federation_info(served.federation(name)) for name in names],
+    )
 
 
 @api.get("/items/{item_id:path}", tags=["indexes"], summary="Get an item")

@@ -17,6 +17,7 @@ from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Edition, IndexReader
 from pipeline.search.candidates import EXACT, default_candidates, generators
+from pipeline.search.federation import Federation
 from pipeline.search.options import SearchOptions, representation_info
 from pipeline.search.scores import Score
 from pipeline.serve.calls import Handle, Stages
@@ -94,12 +95,24 @@ class Served:
         return SearchOptions(representation=representation, candidates=candidates.generator)
 
 
+@dataclass(frozen=True)
+class ServedFederation:
+    """Federation with the served versions of the indexes of its members, by member."""
+
+    name: str
+    spec: Federation
+    members: dict[str, Served]
+
+
 class ServedIndexes:
     """Versions of all indexes that are being served.
 
     A request uses the same version from beginning to end. A new version is served as soon as all
     replicas of the searchers have loaded what is preloaded, and all replicas of searchers and
     rerankers the vectors of recent requests. Replicas that start later load the same.
+
+    Attributes:
+        members: Names of the indexes of each federation by member.
     """
 
     def __init__(
@@ -107,6 +120,10 @@ class ServedIndexes:
     ):
         self._settings, self._stages, self._count = settings, stages, count
         self._served: dict[str, Served] = {}
+        self.members = {
+            name: {key: settings.member_index(member) for key, member in spec.members.items()}
+            for name, spec in settings.federations.items()
+        }
         self._refreshing: asyncio.Task | None = None
         self._locks = {name: asyncio.Lock() for name in settings.indexes}
         self._recent: dict[str, dict[tuple[StageName, SearchVectors], float]] = {
@@ -208,6 +225,11 @@ class ServedIndexes:
     def names(self) -> list[str]:
         """Names of the indexes."""
         return list(self._served)
+
+    def federation(self, name: str) -> ServedFederation:
+        """Returns a federation with the present versions of its members."""
+        members = {key: self._served[index] for key, index in self.members[name].items()}
+        return ServedFederation(name, self._settings.federations[name], members)
 
 
 def _open_newest(name: str, spec: ServedIndex, current: Served | None) -> Served | None:

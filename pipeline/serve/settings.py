@@ -14,10 +14,11 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.config import Spec, Uri, within
+from pipeline.config import Spec, SpecError, Uri, absolute, within
 from pipeline.paths import is_uri
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import Precision
+from pipeline.search.federation import FederationSpec, Member
 from pipeline.search.fusion import DEFAULT_FUSION, FusionSpec
 
 #: Pattern of names used in URLs, metrics and the names of deployments.
@@ -183,6 +184,9 @@ class Timeouts(Spec):
     """Time limit for reranking, by vectors or by EDJE, in seconds."""
     describe_s: PositiveFloat = 10
     """Time limit for reading the metadata and explanations of the hits, in seconds."""
+    member_s: PositiveFloat = 10
+    """Time limit for each member of a federation, and again for describing its hits, in seconds. A
+    member that takes longer is left out."""
     preview_s: PositiveFloat = 30
     """Time limit for creating a preview, in seconds."""
     delete_s: PositiveFloat = 60
@@ -224,6 +228,11 @@ class ServeSpec(Spec):
 
     indexes: dict[Annotated[str, Field(pattern=NAME)], ServedIndex] = Field(min_length=1)
     """Indexes by name."""
+    federations: dict[Annotated[str, Field(pattern=NAME)], FederationSpec] = Field(
+        default_factory=dict
+    )
+    """Federations of these indexes by name: mappings, or the paths of YAML files. Requests search
+    them like indexes."""
     keys: str = ""
     """File of the access keys, see `pipeline.serve.keys`. Without a file, no key is required and
     only requests over the loopback interface are accepted."""
@@ -259,6 +268,36 @@ class ServeSpec(Spec):
         names = ("encoder", "searcher", "reranker", "edje", "library")
         scaled = [f"settings of {name}" for name in names if getattr(self, name) != Scale()]
         return scaled + [f"indexes.{name}.gang" for name, i in self.indexes.items() if i.gang]
+
+    def member_index(self, member: Member) -> str:
+        """Returns the name of the served index of a member of a federation.
+
+        Raises:
+            SpecError: It is not served, or the member requires a version of it.
+        """
+        if member.index in self.federations:
+            rule = "a served index"
+            raise SpecError("index", member.index, rule, "is a federation")
+        rule = "null, because a server searches the newest version"
+        member.require(member.version is None, "version", rule)
+        if member.index in self.indexes:
+            return member.index
+        uri = absolute(member.index).rstrip("/")
+        for name, served in self.indexes.items():
+            if absolute(served.uri).rstrip("/") == uri:
+                return name
+        raise SpecError.unknown_name("index", member.index, self.indexes, "is not served")
+
+    @model_validator(mode="after")
+    def _check_federations(self) -> ServeSpec:
+        for name, federation in self.federations.items():
+            if name in self.indexes:
+                rule = "names that no index has"
+                raise SpecError("federations", name, rule)
+            for key, member in federation.members.items():
+                with within(f"federations.{name}.members.{key}"):
+                    self.member_index(member)
+        return self
 
     @model_validator(mode="after")
     def _check_stages(self) -> ServeSpec:

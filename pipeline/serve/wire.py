@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from pipeline.config import Spec, SpecError
+from pipeline.search.federation import Join
 from pipeline.search.fusion import Fusion
 from pipeline.search.options import RerankMethod, SearchOptions
 from pipeline.search.results import Hit, Response
@@ -168,11 +169,31 @@ MAX_LENGTHS = {
 }
 
 
+class MemberOptions(Request):
+    """Options of a member of a federation that replace those of its settings, unless null."""
+
+    weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
+    """Weight of the member in the scores of the federation."""
+    representation: Name | None = None
+    """Name of the representation to search."""
+    score: Score | None = None
+    """Score of the items, as `score` of a search."""
+    candidates: Name | None = None
+    """Candidate generator, as `candidates` of a search."""
+    num_candidates: Annotated[int, Field(ge=1, le=MAXIMA["num_candidates"])] | None = None
+    """Number of candidates per query and shard."""
+
+
 class SearchFields(SearchOptions):
     """Options that single searches and batch searches have in common."""
 
     index: Name | None = None
-    """Name of the index. Optional if the access key can access only one index."""
+    """Name of the index or federation. Optional if the access key can access only one index."""
+    members: Annotated[dict[Name, MemberOptions], Field(max_length=256)] | None = None
+    """Options of members of a federation by name. Null for an index."""
+    join: Join | None = None
+    """Hits of a federation that are joined: those of the same `item` or `parent`, or of ranges that
+    `overlap`. Default: that of its settings. Null for an index."""
 
     @model_validator(mode="before")
     @classmethod
@@ -210,26 +231,47 @@ class BatchSearchRequest(SearchFields):
     """The queries. Their kinds can differ."""
 
 
+class MemberResult(Response):
+    """Search of a member of a federation."""
+
+    name: str
+    """Name of the member."""
+    index: str
+    """Name of its index."""
+    version: int
+    """Version of the index that was searched."""
+    representation: str | None = None
+    """Name of the representation that was searched, or null if the member failed before."""
+    candidates: str | None = None
+    """Candidate generator that was used, or null if the member failed before."""
+    error: str | None = None
+    """Reason why the member was left out, or null."""
+
+
 class _SearchResponse(Response):
     """Fields of the responses to single and batch searches, which `routes._search` fills."""
 
     request_id: str
     """Id of the request in the logs of the server."""
     index: str
-    """Name of the index."""
-    version: int
-    """Version of the index that was searched."""
-    representation: str
-    """Name of the representation that was searched."""
+    """Name of the index or federation."""
+    version: int | None
+    """Version of the index that was searched, or null for a federation, see `members`."""
+    representation: str | None
+    """Name of the representation that was searched, or null for a federation, see `members`."""
     candidates: str = "exact"
     """Candidate generator that was used, or `exact` if all items were scored."""
     reranked: bool
     """Whether the hits were reranked."""
+    degraded: bool = False
+    """Whether members of a federation were left out because they failed. `warnings` has reasons."""
+    members: list[MemberResult] | None = None
+    """Searches of the members of a federation, or null for an index."""
     warnings: list[str]
     """Warnings, for example that reranking failed or a text was truncated."""
     durations_ms: dict[str, float]
-    """Duration of each stage (`encode`, `search`, `rerank` or `edje`, `describe`) and `total`, in
-    milliseconds."""
+    """Duration of each stage (`encode`, `search`, `rerank` or `edje`, `describe`, or
+    `FEDERATION.MEMBER` for each member) and `total`, in milliseconds."""
 
 
 class SearchResponse(_SearchResponse):
@@ -488,11 +530,41 @@ class IndexFacets(Response):
     """Items of as many modalities and sources as possible."""
 
 
+class MemberInfo(Response):
+    """Member of a federation."""
+
+    name: str
+    """Name of the member."""
+    index: str
+    """Name of its index."""
+    weight: float
+    """Weight in the scores of the federation."""
+    representation: str | None
+    """Name of the representation that is searched, or null for the default one."""
+    score: str
+    """Score of the items."""
+    filter: str | None
+    """Filter of the items, or null if all are searched."""
+
+
+class FederationInfo(Response):
+    """Several indexes that are searched as one."""
+
+    name: str
+    """Name of the federation."""
+    join: str
+    """Hits that are joined: `item`, `parent` or `overlap`."""
+    members: list[MemberInfo]
+    """Members."""
+
+
 class IndexList(Response):
-    """Indexes that the access key can access."""
+    """Indexes and federations that the access key can access."""
 
     indexes: list[IndexInfo]
     """The indexes."""
+    federations: list[FederationInfo] = Field(default_factory=list)
+    """The federations, if the access key can access all of their indexes."""
 
 
 # -- evaluations -----------------------------------------------------------------------------------

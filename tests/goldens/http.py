@@ -78,8 +78,10 @@ def responses() -> dict[str, Any]:
     indexes["demo"]["num_shards"] = 2
     indexes["shapes"]["edje"] = str(ROOT / "jobs/data/models/shapes_edje")
     write_keys(folder() / "keys.yaml", KEYS)
+    members = {"demo": {"index": "demo"}, "methods": {"index": "methods", "weight": 0.5}}
     settings = {
         "indexes": indexes,
+        "federations": {"joined": {"members": members}},
         "keys": str(folder() / "keys.yaml"),
         "single_process": True,
         "limits": {"max_k": 100, "max_body_bytes": 100_000, "burst": 1},

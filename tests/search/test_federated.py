@@ -1,6 +1,5 @@
 """Federated search against a literal implementation, and members that are missing or fail."""
 
-import itertools
 import math
 import re
 import warnings
@@ -15,10 +14,11 @@ from pipeline.config import SpecError, parse
 from pipeline.encoders.minilm import MiniLM
 from pipeline.index import ITEMS
 from pipeline.schema import SPAN
-from pipeline.search.federated import FederatedSearcher, Federation, MemberWarning
+from pipeline.search.federated import FederatedSearcher, MemberWarning
+from pipeline.search.federation import Federation
 from pipeline.search.options import SearchOptions
 from pipeline.search.searcher import open_index
-from tests.search.vectors import DIM, rows, unit, write
+from tests.search.vectors import DIM, OTHER_SCHEMA, SCHEMA, rows, unit, write
 
 WEIGHTS = {"a": 1.0, "b": 0.5, "c": 0.25}
 VECTORS = [unit((3, DIM), seed).astype(np.float32) for seed in range(100, 104)]
@@ -27,7 +27,7 @@ QUERIES = [query / np.linalg.norm(query, axis=1, keepdims=True) for query in VEC
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory) -> dict[str, dict]:
-    """Three indexes with windows of the same videos. Two of them share item ids."""
+    """Three indexes with windows of the same videos. Two share item ids and their encoder."""
     folder = tmp_path_factory.mktemp("federation")
     lengths = {"a": 10.0, "b": 10.0, "c": 25.0}  # seconds per window
     for seed, (name, seconds) in enumerate(lengths.items()):
@@ -40,15 +40,14 @@ def members(tmp_path_factory) -> dict[str, dict]:
         order = np.random.default_rng(seed).permutation(len(names))[: 30 if name == "b" else None]
         table = rows([names[i] for i in order], [4] * len(order), seed)
         column = pa.array([spans[i] for i in order], SPAN)
-        write(
-            str(folder / name), table.set_column(table.column_names.index("span"), "span", column)
-        )
+        table = table.set_column(table.column_names.index("span"), "span", column)
+        write(str(folder / name), table, OTHER_SCHEMA if name == "c" else SCHEMA)
     return {name: {"index": str(folder / name), "weight": WEIGHTS[name]} for name in lengths}
 
 
-def literal(members, query, k, normalise, join, depth):
+def literal(members, query, k, join, depth):
     """Returns (item id, score, {member: (rank, item id)}) of the k best hits, with plain loops."""
-    hits = []  # member, rank, id, parent, range, value
+    hits = []  # member, rank, id, parent, range, score
     for name in members:
         ranked = []
         for row in lance.dataset(f"{members[name]['index']}/{ITEMS}").to_table().to_pylist():
@@ -63,14 +62,16 @@ def literal(members, query, k, normalise, join, depth):
         ranked = ranked[: max(depth, k)]
         scores = [-row[0] for row in ranked]
         for rank, (row, score) in enumerate(zip(ranked, scores, strict=True), start=1):
-            value = 1 / (60 + rank)
-            if normalise == "min_max":
-                value = (score - min(scores)) / (max(scores) - min(scores))
-            if normalise == "z_score":
-                mean, deviation = np.mean(scores), np.std(scores)
-                value = (score - mean) / deviation - (min(scores) - mean) / deviation
             span = (row[3]["start"], row[3]["end"]) if row[3] else (-math.inf, math.inf)
-            hits.append((name, rank, row[1], row[2], span, WEIGHTS[name] * value))
+            hits.append((name, rank, row[1], row[2], span, score))
+
+    scales = {"a": "f", "b": "f", "c": "g"}
+
+    def value(hit):
+        """Returns the weighted share of a hit among those of its scale."""
+        scores = [other[5] for other in hits if scales[other[0]] == scales[hit[0]]]
+        shares = [math.exp(score / np.std(scores)) for score in scores]
+        return WEIGHTS[hit[0]] * math.exp(hit[5] / np.std(scores)) / sum(shares)
 
     def is_joined(hit, other):
         if join == "item":
@@ -89,7 +90,10 @@ def literal(members, query, k, normalise, join, depth):
                 mine = [hit]
             if mine:
                 found[name] = min(mine, key=lambda other: other[1])
-        total = sum(other[5] for other in found.values())
+        total = 0
+        for scale in "fg":
+            values = [value(other) for name, other in found.items() if scales[name] == scale]
+            total += max(values, default=0)
         id = hit[3] if join == "parent" else hit[2]
         length = hit[4][1] - hit[4][0] if join == "overlap" else 0
         scored.append(((-total, length, id, hit[1], list(members).index(hit[0])), hit, found))
@@ -104,16 +108,15 @@ def literal(members, query, k, normalise, join, depth):
     ]
 
 
-@pytest.mark.parametrize("normalise", ["rank", "min_max", "z_score"])
 @pytest.mark.parametrize("join", ["item", "parent", "overlap"])
 @pytest.mark.parametrize(("k", "depth"), [(5, 20), (30, 1)])
-def test_equals_a_literal_implementation(members, normalise, join, k, depth):
-    federation = {"members": members, "normalise": normalise, "join": join, "depth": depth}
+def test_equals_a_literal_implementation(members, join, k, depth):
+    federation = {"members": members, "join": join, "depth": depth}
     searcher = FederatedSearcher(federation, cache=False)
     options = parse(SearchOptions, {"k": k, "explain": "matches"})
     found, _ = searcher.search_with(QUERIES, options)
     for query, hits in zip(QUERIES, found, strict=True):
-        expected = literal(members, query, k, normalise, join, depth)
+        expected = literal(members, query, k, join, depth)
         assert [hit.item_id for hit in hits] == [item_id for item_id, _, _ in expected]
         assert [hit.rank for hit in hits] == list(range(1, len(hits) + 1))
         for hit, (_, score, ranks) in zip(hits, expected, strict=True):
@@ -265,8 +268,11 @@ def test_invalid_federations(members, tmp_path):
         FederatedSearcher({"members": {}})
     with pytest.raises(SpecError, match=r"^field 'members' is required"):
         FederatedSearcher({})
-    with pytest.raises(SpecError, match=r"^normalise must be 'rank', 'min_max' or 'z_score'"):
-        parse(Federation, {"members": members, "normalise": "max"})
+    with pytest.raises(SpecError, match=r"^join must be 'item', 'parent' or 'overlap'"):
+        parse(Federation, {"members": members, "join": "title"})
+    nested = {"members": {"a": {"index": "other.yaml"}}}
+    with pytest.raises(SpecError, match=r"^members.a.index must be .*, which is a spec \(a federa"):
+        FederatedSearcher(nested)
     with pytest.raises(SpecError, match=r"^federation must be a YAML file .*does not exist$"):
         FederatedSearcher(str(tmp_path / "none.yaml"))
     with pytest.raises(SpecError, match=r"^device must be .*cpu.*, got 'tpu', which is not avail"):
@@ -280,14 +286,65 @@ def test_invalid_federations(members, tmp_path):
         searcher.search(QUERIES[0], score="hybrid")
 
 
-def test_ties_are_sorted_by_id(members):
-    """Two members with disjoint items have each rank twice."""
-    disjoint = {
-        "a": {**members["a"], "weight": 1, "filter": "parent_id = 'v1'"},
-        "b": {**members["b"], "weight": 1, "filter": "parent_id = 'v0'"},
-    }
-    for order in itertools.permutations(disjoint):
-        ordered = {name: disjoint[name] for name in order}
-        hits = FederatedSearcher({"members": ordered}, cache=False).search(QUERIES[0], k=6)
-        assert [hit.parent_id for hit in hits] == ["v0", "v1"] * 3
-        assert [hit.score for hit in hits] == [1 / (60 + rank) for rank in (1, 1, 2, 2, 3, 3)]
+def test_ties_are_sorted_by_id(tmp_path):
+    """Two indexes have the same vectors of items with other ids."""
+    for name in ("a", "b"):
+        ids = [f"{10 * number}{name}" for number in range(6)]
+        write(str(tmp_path / name), rows(ids, [4] * 6, 0))
+    found = []
+    for names in ("ab", "ba"):
+        ordered = {name: {"index": str(tmp_path / name)} for name in names}
+        hits = FederatedSearcher({"members": ordered}, cache=False).search(QUERIES[0], k=12)
+        found.append([(hit.item_id, hit.score) for hit in hits])
+    assert found[0] == found[1]
+    firsts, seconds = found[0][::2], found[0][1::2]
+    for (first, score), (second, same) in zip(firsts, seconds, strict=True):
+        assert (second, same) == (first.replace("a", "b"), score) and first.endswith("a")
+
+
+def test_a_member_whose_best_hit_stands_out_counts_more(tmp_path):
+    """The hits of `sharp` are as good as those of `flat` but for the best one."""
+    for name in ("flat", "sharp"):
+        table = rows([f"{name}{number}" for number in range(20)], [1] * 20, 3)
+        vectors = table["full"].to_pylist()
+        if name == "sharp":
+            vectors[7] = QUERIES[0][:1].astype(np.float16).tolist()
+        column = pa.array(vectors, table.schema.field("full").type)
+        position = table.column_names.index("full")
+        table = table.set_column(position, table.schema.field("full"), column)
+        write(str(tmp_path / name), table, OTHER_SCHEMA if name == "sharp" else SCHEMA)
+    spec = {name: {"index": str(tmp_path / name)} for name in ("flat", "sharp")}
+    hits = FederatedSearcher({"members": spec}, cache=False).search(QUERIES[0][:1], k=40)
+    assert hits[0].item_id == "sharp7" and hits[0].score > 2 * hits[1].score
+    assert sum(hit.score for hit in hits) == pytest.approx(2)
+
+
+def test_parts_of_an_index_rank_like_the_whole(members, tmp_path):
+    """Scores by the same encoder and compressor are comparable, so no hit counts twice."""
+    table = lance.dataset(f"{members['a']['index']}/{ITEMS}").to_table()
+    for name, part in (("few", table.slice(0, 5)), ("many", table.slice(3))):
+        write(str(tmp_path / name), part)
+    spec = {name: {"index": str(tmp_path / name)} for name in ("few", "many")}
+    searcher = FederatedSearcher({"members": spec}, cache=False)
+    whole = open_index(members["a"]["index"], cache=False)
+    for query in QUERIES:
+        hits, expected = (one.search(query, k=36) for one in (searcher, whole))
+        assert [hit.item_id for hit in hits] == [hit.item_id for hit in expected]
+        assert sum(len(hit.members) for hit in hits) == 38
+
+
+def test_members_with_the_same_ids_and_other_files(tmp_path):
+    """The second part of a revision hashes the file. Equal files and other modalities are fine."""
+    files = {"a": ["1.x", "2.y", "3.z"], "b": ["4.x", "5.other", "6.z"], "c": ["7", "8", "9"]}
+    for name, revisions in files.items():
+        table = rows(["p", "q", "r"], [2] * 3, 0)
+        position = table.column_names.index("revision")
+        column = pa.array(revisions, pa.string())
+        write(str(tmp_path / name), table.set_column(position, "revision", column))
+    spec = {name: {"index": str(tmp_path / name)} for name in files}
+    with pytest.warns(MemberWarning) as caught:
+        FederatedSearcher({"members": spec}, cache=False).search(QUERIES[0])
+    assert [str(each.message) for each in caught] == [
+        "members a and b have different files for items of the same id, such as q, whose hits are "
+        "joined all the same"
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import lance
 import numpy as np
@@ -26,11 +27,19 @@ ENCODER = EncoderInfo(
     fingerprint="f",
     prefix="minilm",
 )
-COLUMNS = [
-    *encoder_fields(ENCODER, keep_positions=False),
-    *representation_fields(parse(Representation, {"compressor": "none"}), ENCODER, None),
-]
+
+
+def columns(encoder: EncoderInfo) -> list[pa.Field]:
+    """Returns the columns of single vectors and of uncompressed vectors by an encoder."""
+    representation = parse(Representation, {"compressor": "none"})
+    fields = encoder_fields(encoder, keep_positions=False)
+    return [*fields, *representation_fields(representation, encoder, None)]
+
+
+COLUMNS = columns(ENCODER)
 SCHEMA = pa.schema([*ITEM, *COLUMNS])
+#: Schema of an index by another encoder, whose scores are not comparable.
+OTHER_SCHEMA = pa.schema([*ITEM, *columns(replace(ENCODER, fingerprint="g"))])
 
 
 def unit(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -57,6 +66,6 @@ def rows(names: Sequence[str], lengths: Sequence[int | None], seed: int = 0) -> 
     return table
 
 
-def write(uri: str, table: pa.Table, **options) -> lance.LanceDataset:
+def write(uri: str, table: pa.Table, schema: pa.Schema = SCHEMA, **options) -> lance.LanceDataset:
     """Writes rows to an index."""
-    return lance.write_dataset(table.cast(SCHEMA), f"{uri}/{ITEMS}", schema=SCHEMA, **options)
+    return lance.write_dataset(table.cast(schema), f"{uri}/{ITEMS}", schema=schema, **options)

@@ -7,6 +7,7 @@ import {
   clearErrors,
   combined,
   currentRepresentation,
+  federationInfo,
   fillControls,
   indexInfo,
   queryKinds,
@@ -23,7 +24,15 @@ import { dataUrl, imageOf, readImage } from "./images.js";
 import { Judge, setUpExport } from "./judge.js";
 import { alternate, changes, kendall, lost, merge, overlap } from "./ranks.js";
 import { sampleGrid, stateLink } from "./start.js";
-import { DEFAULTS, EVALUATION, formatState, hasQuery, parseState, searchBody } from "./state.js";
+import {
+  DEFAULTS,
+  EVALUATION,
+  federatedBody,
+  formatState,
+  hasQuery,
+  parseState,
+  searchBody,
+} from "./state.js";
 import { alternatives, bytes, describeRepresentation, milliseconds } from "./text.js";
 import { Viewer } from "./viewer.js";
 
@@ -143,7 +152,10 @@ async function update() {
   }
   showQueryPart();
   try {
-    if (!indexes.length) indexes = (await getJson("v1/indexes", {}, signal)).indexes;
+    if (!indexes.length) {
+      const { indexes: found, federations = [] } = await getJson("v1/indexes", {}, signal);
+      indexes = [...found, ...federations.map((federation) => federationInfo(federation, found))];
+    }
     if (!indexes.length) {
       showEmpty("No index", "This access key cannot access any index of the server.");
       return;
@@ -153,6 +165,11 @@ async function update() {
     fillControls(state, indexes, facetsByIndex.get(state.index));
     if (!indexInfo(state, indexes)) {
       showError({ field: "index", message: `unknown index '${state.index}'` });
+      return;
+    }
+    if (indexInfo(state, indexes).members && ["compare", "map"].includes(state.view)) {
+      viewer.close();
+      showEmpty("This view needs an index", `${state.index} is a federation. Choose an index.`);
       return;
     }
     loadFacets(signal);
@@ -190,6 +207,7 @@ async function chooseSides(signal) {
 
 /** Returns the facets of an index, or undefined if they cannot be loaded: the page works without. */
 async function fetchFacets(name, signal) {
+  if (indexes.find((info) => info.name === name)?.members) return undefined;
   if (!facetsByIndex.has(name)) {
     try {
       const path = `v1/indexes/${encodeURIComponent(name)}/facets`;
@@ -323,6 +341,7 @@ function currentQueryKinds() {
 function searchByItem(hit, part = {}) {
   image = null;
   go({
+    ...memberChange(hit),
     view: state.view === "compare" ? "compare" : "search",
     q: "",
     item: hit.item_id,
@@ -333,11 +352,24 @@ function searchByItem(hit, part = {}) {
   window.scrollTo({ top: 0 });
 }
 
+/** Returns the change to the index and representation of the member that found a federated hit. */
+function memberChange(hit) {
+  return hit?.index ? { index: hit.index, rep: hit.representation, group: "" } : {};
+}
+
+/** Returns the searched representation of a hit in its index, or in that of its member. */
+function representationOf(hit, column) {
+  if (!hit.index) return column.representation;
+  const info = indexes.find(({ name }) => name === hit.index);
+  return currentRepresentation({ rep: hit.representation }, info);
+}
+
 /** Opens an item of the index, with similar items as the hits. */
 function openItem(id) {
   image = null;
   const view = state.view === "compare" ? "compare" : "search";
-  go({ view, q: "", item: id, box: "", times: "", filter: "", area: "", open: id });
+  const column = openColumn();
+  go({ ...memberChange(column && openHit(column)), view, q: "", item: id, box: "", times: "", filter: "", area: "", open: id });
 }
 
 // -- results ----------------------------------------------------------------------------------
@@ -379,6 +411,7 @@ async function findColumns(signal, failed) {
 
 /** Searches one representation, or contents together with captions or images. */
 async function find(side, signal) {
+  if (indexInfo(state, indexes).members) return findFederated(signal);
   const body = { ...searchBody(state, image, side), explain: "matches" };
   const all = side === "a" ? combined(state, indexInfo(state, indexes)) : null;
   if (!all) return search(body, signal);
@@ -404,6 +437,14 @@ async function find(side, signal) {
   const slowest = responses.map((response) => response.durations_ms).sort((a, b) => b.total - a.total);
   const warnings = [...new Set(responses.flatMap((response) => response.warnings))];
   return { ...responses[0], hits, warnings, durations_ms: slowest[0] };
+}
+
+/** Searches a federation. Its hits have the index of the member that describes them. */
+async function findFederated(signal) {
+  const response = await search(federatedBody(searchBody(state, image)), signal);
+  const names = new Map(response.members.map(({ name, index }) => [name, index]));
+  for (const hit of response.hits) hit.index = names.get(hit.members[0].member);
+  return response;
 }
 
 /** Adds hits to the shown ones, and moves the focus to the first new one. */
@@ -452,6 +493,7 @@ async function compareDurations(signal) {
 
 /** Returns the representation of a column, with its score if that of the other column differs. */
 function columnLabel({ side, response }) {
+  if (response.members) return `${response.members.length} members as one`;
   const facets = facetsByIndex.get(state.index);
   const label = searchLabel(state, indexInfo(state, indexes), facets, response.representation, side);
   const isSame = state.view !== "compare" || !state.score2 || state.score2 === state.score;
@@ -470,13 +512,12 @@ function drawResults() {
   if (columns.length === 1) columns[0].hits.sort((SORTS[state.sort] ?? SORTS[""])[1]);
   const isGrid = columns.length === 1 && hasGrid(columns[0].hits);
   const parts = columns.map((column, i) => {
-    const canSearchItems = column.representation?.queries.includes("item") ?? false;
     const cards = column.hits.map((hit) =>
       hitCard(hit, {
-        index: state.index,
+        index: hit.index ?? state.index,
         media,
         judge,
-        canSearchItems,
+        canSearchItems: representationOf(hit, column)?.queries.includes("item") ?? false,
         href: () => `./${formatState({ ...state, open: hit.item_id })}`,
         open: () => go({ open: hit.item_id }),
         similar: () => searchByItem(hit),
@@ -550,7 +591,9 @@ function statusText() {
   const total = Math.max(...columns.map(({ response }) => response.durations_ms.total));
   const number = first.hits.length;
   const text = `${number} ${number === 1 ? "hit" : "hits"} in ${milliseconds(total)}`;
-  return `${text} · ${first.response.index}, version ${first.response.version}`;
+  const { index, version, members } = first.response;
+  const versions = members?.map((member) => `${member.name} ${member.version}`).join(", ");
+  return `${text} · ${index}, version ${versions ?? version}`;
 }
 
 function emptyHint() {
@@ -562,7 +605,7 @@ function emptyHint() {
 /** Shows the representation, its size and the duration of each stage above a column. */
 function fillColumnHead(column) {
   const size = sizeOf(column.response.representation, facetsByIndex.get(state.index));
-  const { durations_ms: first, candidates, reranked } = column.response;
+  const { durations_ms: first, candidates, reranked, members } = column.response;
   const durations = column.warm ?? first;
   const stages = Object.entries(durations).filter(([name]) => name !== "total");
   column.label = columnLabel(column);
@@ -573,7 +616,8 @@ function fillColumnHead(column) {
     h(
       "p.note",
       { title: stages.map(([name, value]) => `${name} ${milliseconds(value)}`).join(", ") },
-      `${milliseconds(durations.total)} · ${candidates} candidates`,
+      milliseconds(durations.total),
+      members ? "" : ` · ${candidates} candidates`,
       reranked ? " · reranked" : "",
     ),
   );
@@ -648,6 +692,7 @@ function openHit({ hits, itself }) {
 /** Shows the warnings of the server, and that the item of the state is not among the hits. */
 function showWarnings() {
   const warnings = columns.flatMap(({ response }) => response.warnings);
+  if (columns.some(({ response }) => response.degraded)) warnings.unshift("Incomplete hits:");
   if (state.open && !openColumn()) {
     warnings.push(`The item ${state.open} is not among the hits of this search.`);
   }
@@ -672,10 +717,10 @@ function showItem() {
   viewer.open(
     hit,
     {
-      state: hit.found ? { ...state, rep: hit.found.name } : state,
+      state: hit.found ? { ...state, rep: hit.found.name } : { ...state, ...memberChange(hit) },
       image,
       sides: columns,
-      canSearchItems: column.representation?.queries.includes("item") ?? false,
+      canSearchItems: representationOf(hit, column)?.queries.includes("item") ?? false,
       judge: new Judge(state, image),
       hasKey: Boolean(getKey()),
     },
@@ -698,6 +743,11 @@ function showStart() {
   viewer.close();
   columns = [];
   const info = indexInfo(state, indexes);
+  if (info.members) {
+    const names = info.members.map(({ name, index }) => (name === index ? name : `${name} (${index})`));
+    showEmpty(info.name, `${names.join(", ")} are searched as one.`);
+    return;
+  }
   if (!info.num_items) {
     const text = "Add files with maxray index. The page shows them without a restart of the server.";
     showEmpty(`${info.name} is empty`, text);

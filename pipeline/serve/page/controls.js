@@ -135,6 +135,7 @@ export function fillControls(state, indexes, facets) {
     ],
     state.candidates,
   );
+  for (const name of MEMBER_CONTROLS) $(name).disabled = Boolean(info?.members);
   $("k").value = state.k;
   $("depth").value = state.depth;
   $("group").value = state.group;
@@ -159,6 +160,23 @@ function chosenOptions(state, representation) {
   if (state.group) chosen.push("grouped by document");
   if (state.filter.trim()) chosen.push(state.filter.trim());
   return chosen.length ? `: ${chosen.join(" · ")}` : "";
+}
+
+/** Controls that do not apply to a federation, whose members set their values. */
+const MEMBER_CONTROLS = ["rep", "rerank", "score", "candidates", "depth"];
+
+/**
+ * Returns a federation with the fields of an index that the page needs. Items are no queries: the
+ * members have different vectors of an item, if they have it at all.
+ */
+export function federationInfo(federation, indexes) {
+  const queries = federation.members.flatMap(({ index, representation }) => {
+    const info = indexes.find(({ name }) => name === index);
+    const name = representation ?? info?.default_representation;
+    return currentRepresentation({ rep: name }, info)?.queries ?? [];
+  });
+  const kinds = queries.filter((kind) => kind !== "item");
+  return { ...federation, representations: [], queries: kinds };
 }
 
 /** Returns the index of a state. The first one is the default. */
@@ -264,6 +282,7 @@ export function smallestOther(left, representations, facets) {
 
 /** Returns the kinds of queries that all sides of a state support. */
 export function queryKinds(state, info) {
+  if (info?.members) return new Set(info.queries);
   const all = combined(state, info);
   if (all) return new Set(all.flatMap(({ queries }) => queries));
   const sides = state.view === "compare" ? ["a", "b"] : ["a"];

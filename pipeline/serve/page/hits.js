@@ -14,7 +14,7 @@ const THUMBNAIL_WIDTH = 360;
  *
  * @param {object} hit Hit of the API.
  * @param {object} view
- * @param {string} view.index Name of the index.
+ * @param {string} view.index Name of the index, or that of the member that describes the hit.
  * @param {Media} view.media Loader of previews.
  * @param {function} view.open Opens the hit in the item view.
  * @param {function} view.similar Searches with an item, or a part of it, as the query.
@@ -103,6 +103,10 @@ export function scores(hit) {
   }
   if (hit.edje?.logit !== null && hit.edje?.logit !== undefined) {
     shown.push(h("span", {}, `EDJE ${number(hit.edje.logit)}`));
+  }
+  for (const { member, rank, score, value } of hit.members ?? []) {
+    const title = `Rank ${rank} in ${member}, whose score ${number(score)} adds ${number(value)}`;
+    shown.push(h("span.member", { title }, h("b", {}, member), ` #${rank}: ${number(score)} → ${number(value)}`));
   }
   return shown;
 }

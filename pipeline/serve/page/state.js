@@ -112,6 +112,12 @@ export function searchBody(state, image = null, side = "a") {
   return body;
 }
 
+/** Returns the body of a search of a federation: its members set the representations and scores. */
+export function federatedBody({ query, index, k, filter, ids, group_by: group }) {
+  const body = { query, index, k, filter, ids, explain: "matches" };
+  return group ? { ...body, join: group } : body;
+}
+
 /** Converts the text of a field to a number, or returns it unchanged for the error of the API. */
 function asNumber(text) {
   return /^-?\d+(\.\d+)?$/.test(text) ? Number(text) : text;

@@ -22,7 +22,7 @@ from tests.serve.conftest import at_once, children, cpu_seconds, write_keys
 
 pytestmark = pytest.mark.heavy
 
-SEARCH = {"query": "the lift of a wing"}
+SEARCH = {"query": "the lift of a wing", "index": "i"}
 RERANK = {**SEARCH, "representation": "hpool_2", "rerank": {"rerank_depth": 5}}
 
 
@@ -35,9 +35,11 @@ def uri(index_uri, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def url(serving_here, uri) -> str:
+def url(serving_here, uri, nested_uri) -> str:
+    members = {"first": {"index": "i"}, "second": {"index": "other"}}
     settings = {
-        "indexes": {"i": {"uri": uri}},
+        "indexes": {"i": {"uri": uri}, "other": {"uri": nested_uri}},
+        "federations": {"both": {"members": members}},
         "limits": {"max_in_flight_requests": 4},
         "reload_interval_s": 0.5,
         "timeouts": {"rerank_s": 1},
@@ -92,6 +94,30 @@ def test_client_recovers_from_killed_replica(url, deployment):
     wait_until(lambda: is_ready(url))
 
 
+def test_a_federation_answers_while_a_replica_of_a_member_is_killed(url):
+    """The other member answers if the retry fails as well."""
+    wait_until(lambda: is_ready(url))
+    with Client(url, tries=1) as client:
+        search = partial(client.search, SEARCH["query"], index="both", k=3)
+        whole = search()
+        responses = []
+        for round in range(8):
+            if round == 2:
+                kill("Searcher-other-0")
+            responses += at_once([search] * 3)
+        wait_until(lambda: not search().degraded)
+        assert not whole.degraded
+    for response in responses:
+        assert isinstance(response, wire.SearchResponse), response
+        if response.degraded:
+            (warning,) = response.warnings
+            assert warning.startswith("member second is left out: ")
+            assert {hit.members[0].member for hit in response.hits} == {"first"}
+        else:
+            ids = [[hit.item_id for hit in answer.hits] for answer in (response, whole)]
+            assert ids[0] == ids[1]
+
+
 def test_optional_reranking_falls_back_to_first_stage(url):
     with Client(url, tries=10) as client:
         reranked = client.search(**{**RERANK, "rerank": Rerank(rerank_depth=5)})
@@ -99,7 +125,7 @@ def test_optional_reranking_falls_back_to_first_stage(url):
         kill("Reranker-i")
         degraded = client.search(**{**RERANK, "rerank": Rerank(rerank_depth=5, optional=True)})
         assert not degraded.reranked and "not reranked" in degraded.warnings[0]
-        first = client.search(SEARCH["query"], representation="hpool_2")
+        first = client.search(SEARCH["query"], index="i", representation="hpool_2")
         assert [hit.item_id for hit in degraded.hits] == [hit.item_id for hit in first.hits]
     response = httpx2.post(f"{url}/v1/search", json=RERANK, timeout=30)
     if response.status_code != 200:  # the reranker has not restarted yet
@@ -129,7 +155,7 @@ def test_rejects_excess_requests(url):
 def test_reloads_new_version_without_failed_requests(url, uri):
     wait_until(lambda: is_ready(url))
     with Client(url, tries=1) as client:
-        before = client.search("bread", k=1)
+        before = client.search("bread", index="i", k=1)
         assert before.hits[0].item_id.startswith("bread")
         lance.dataset(f"{uri}/{ITEMS}").delete("parent_id = 'bread'")
         newest = lance.dataset(f"{uri}/{ITEMS}").version
@@ -137,9 +163,9 @@ def test_reloads_new_version_without_failed_requests(url, uri):
         end, versions = time.monotonic() + 60, []
         while not versions or versions[-1] != newest:
             assert time.monotonic() < end
-            versions.append(client.search("bread", k=1).version)
+            versions.append(client.search("bread", index="i", k=1).version)
         assert set(versions) <= {before.version, newest} and versions == sorted(versions)
-        assert not client.search("bread", k=1).hits[0].item_id.startswith("bread")
+        assert not client.search("bread", index="i", k=1).hits[0].item_id.startswith("bread")
         assert client.indexes()[0].num_items == 6
 
 
@@ -150,7 +176,7 @@ def test_temporarily_unreadable_index(url, uri):
         try:
             time.sleep(2)
             with pytest.raises(ServerError, match="cannot currently read the index") as caught:
-                client.search("flow", k=1)
+                client.search("flow", index="i", k=1)
             assert caught.value.status == 503 and uri not in str(caught.value)
         finally:
             shutil.move(f"{uri}/gone", f"{uri}/{ITEMS}")

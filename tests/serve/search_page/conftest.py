@@ -157,6 +157,15 @@ def page_url(serving, corpus, checkpoint) -> str:
             "shapes": {"uri": write_squares(corpus, checkpoint("colqwen2"))},
             "empty": {"uri": write_empty(corpus)},
         },
+        "federations": {
+            "all": {
+                "members": {
+                    "things": {"index": "items"},
+                    "captions": {"index": "items", "representation": "caption_full"},
+                    "squares": {"index": "shapes", "weight": 2},
+                }
+            }
+        },
         "limits": {"max_k": 50},
         "evaluations": {"folder": str(corpus / "evaluations")},
         "single_process": True,

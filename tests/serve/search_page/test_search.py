@@ -424,3 +424,45 @@ def test_memory_is_stable(browser, page_url):
             heap.append(metrics["usedSize"])
     assert heap[1] < 1.3 * heap[0] + 1e6
     assert browser.errors() == []
+
+
+def test_a_federation(browser, page_url, client):
+    browser.open(page_url)
+    browser.wait("document.querySelector('#results h2')")
+    browser.find("#options summary").click()
+    browser.choose("#index", "all")
+    browser.wait("document.querySelector('#results h2').textContent === 'all'")
+    text = "things (items), captions (items), squares (shapes) are searched as one."
+    assert browser.texts("#results .empty p") == [text]
+    disabled = "return ['rep', 'score', 'k'].map((id) => document.getElementById(id).disabled)"
+    assert browser.run(disabled) == [True, True, False]
+    open_search(browser, page_url, index="all", q=QUERY, k="20")
+    expected = client.search(QUERY, index="all", k=20)
+    assert browser.hits() == [hit.item_id for hit in expected.hits]
+    members = browser.texts("li.hit .member")
+    assert len(members) == sum(len(hit.members) for hit in expected.hits)
+    first = expected.hits[0].members[0]
+    assert members[0] == f"{first.member} #{first.rank}: {first.score:.3f} → {first.value:.3f}"
+    assert "things" in browser.texts("#status")[0] and not browser.texts("#banner span")
+    browser.wait("[...document.querySelectorAll('.frame img')].every((e) => e.naturalWidth)")
+    assert any("orange.png?index=shapes" in url for url in browser.requested_urls())
+    browser.find("li.hit[data-item='orange.png'] .hit-title a").click()
+    browser.wait("document.querySelector('#viewer[open]')")
+    browser.wait("[...document.querySelectorAll('.image-area img')].every((e) => e.naturalWidth)")
+    assert browser.errors() == []
+
+
+def test_a_federation_without_some_members(browser, page_url, corpus):
+    """An image is a query that only one of the encoders supports."""
+    browser.open(page_url + "?index=all")
+    browser.wait("!document.querySelector('#image-button').hidden")
+    drop(browser, (corpus / "squares/blue.png").read_bytes())
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length")
+    assert browser.hits()[0] == "blue.png"
+    (banner,) = browser.texts("#banner span")
+    assert banner.startswith("Incomplete hits: member things is left out: query must be ")
+    assert "member captions is left out: " in banner and "squares" not in banner
+    browser.open(page_url + "?index=all&view=compare&q=fish")
+    browser.wait("document.querySelector('#results .empty')")
+    assert browser.texts("#results h2") == ["This view needs an index"]
+    assert browser.errors() == []

@@ -193,8 +193,9 @@ def _check_indexes(settings: ServeSpec) -> None:
                 except SpecError as error:
                     raise error.at("generator") from None
         if served.edje is not None:
-            from pipeline.encoders.edje.model import read_metadata
             from pipeline.search.rerank import check_stored
+
+            from pipeline.encoders.edje.model import read_metadata
 
             field = f"indexes.{name}.edje"
             check_stored(read_metadata(served.edje, field), served.edje, index, field)

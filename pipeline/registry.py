@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # Components are imported on first use.
     from pipeline.eval import Benchmark
     from pipeline.search.generators import Generator
     from pipeline.search.generators.bm25 import Bm25
+    from pipeline.search.rerankers import Reranker
     from pipeline.train.data.base import TrainingData
     from pipeline.train.learner import Learner
 else:
@@ -287,6 +288,18 @@ CANDIDATES: Registry[Generator[Any] | Bm25] = Registry(
         "centroids": "pipeline.search.generators.centroids:Centroids",
         "lemur": "pipeline.search.generators.lemur:Lemur",
         "pq": "pipeline.search.generators.pq:Pq",
+    },
+)
+RERANKERS: Registry[Reranker[Any]] = Registry(
+    "rerankers",
+    {
+        "blip": "pipeline.search.rerankers.blip:Blip",
+        "cross_encoder": "pipeline.search.rerankers.cross_encoder:TextCrossEncoder",
+        "edje": "pipeline.search.rerankers.edje:Edje",
+        "http": "pipeline.search.rerankers.http:HttpReranker",
+        "jina_m0": "pipeline.search.rerankers.jina_m0:JinaM0",
+        "monoqwen2_vl": "pipeline.search.rerankers.monoqwen2_vl:MonoQwen2VL",
+        "qwen3_vl": "pipeline.search.rerankers.qwen3_vl:Qwen3VL",
     },
 )
 BENCHMARKS: Registry[Benchmark] = Registry(

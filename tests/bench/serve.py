@@ -477,9 +477,8 @@ def swap(bench: Bench, server: Server, args: Any) -> None:
 
 def reranking(bench: Bench, server: Server, edje: str, args: Any) -> None:
     """Measures pairs per second of EDJE's second stage, and its latency at equal load."""
-    from pipeline.search.rerank import Reranker
 
-    searcher, reranker = open_index(server.uri), Reranker(edje, RERANK_DEPTH)
+    searcher, reranker = open_index(server.uri), reranker_of(edje, RERANK_DEPTH)
     seconds = max(args.seconds / 6, 3)
     plain = server.body
     reranked = {**plain, "rerank": {"method": "edje", "rerank_depth": RERANK_DEPTH}}

@@ -23,11 +23,10 @@ from pipeline.index.checks import check
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import BENCHMARKS, ENCODERS
 from pipeline.schema import Composed
-from pipeline.search.rerank import Reranker
 from pipeline.search.searcher import open_index
 from tests.bench.index_run import bare_loop
 from tests.datasets import mteb_data
-from tests.encoders.edje.models import edje_of
+from tests.encoders.edje.models import edje_of, reranker_of
 
 pytestmark = mteb_data.NEEDS_MTEB
 
@@ -300,7 +299,7 @@ def test_pools_are_reranked(cluster, tmp_path, checkpoint):
             found, pool = set(scores), set(pools[query_id])
             assert found <= pool if name == "bm25" else found == pool, name
 
-    searcher, reranker = open_index(uri), Reranker(model, 3)
+    searcher, reranker = open_index(uri), reranker_of(model, 3)
     (query_id, text), *_ = load(task, data, subset="english").queries.items()
     rankings = searcher.rank([text], "full", k=3, score="single_vector", ids=pools[query_id])
     (expected,) = reranker.rerank(searcher, [text], rankings, 3)

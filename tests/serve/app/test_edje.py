@@ -21,14 +21,15 @@ from pipeline import Composed
 from pipeline.config import SpecError, parse
 from pipeline.index.reader import IndexReader
 from pipeline.search.options import Rerank
-from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
+from pipeline.search.rerankers import NO_TEXT
+from pipeline.search.rerankers.edje import NO_TOKENS
 from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher, open_index
 from pipeline.serve import stages
 from pipeline.serve.client import Client, ServerError
 from pipeline.serve.mteb import Endpoint
 from pipeline.serve.settings import Scale, ServedIndex, ServeSpec, Timeouts
-from tests.encoders.edje.models import edje_of
+from tests.encoders.edje.models import edje_of, reranker_of
 from tests.images import index_captioned, noise, png
 from tests.serve.conftest import at_once
 
@@ -96,12 +97,12 @@ def assert_same(hits: list[Hit], expected) -> None:
     assert [hit.item_id for hit in hits] == [hit.item_id for hit in expected]
     assert [hit.score for hit in hits] == pytest.approx([hit.score for hit in expected], abs=1e-4)
     for hit, other in zip(hits, expected, strict=True):
-        first, joint = other.first_stage, other.edje
+        first, joint = other.first_stage, other.rerank
         assert hit.first_stage.rank == first.rank
         assert hit.first_stage.score == pytest.approx(first.score, abs=1e-5)
-        assert hit.edje.logit == (joint.logit and pytest.approx(joint.logit, abs=1e-4))
-        assert hit.edje.num_truncated_tokens == joint.num_truncated_tokens
-        assert hit.edje.problem == joint.problem
+        assert hit.rerank.score == (joint.score and pytest.approx(joint.score, abs=1e-4))
+        assert hit.rerank.num_truncated_tokens == joint.num_truncated_tokens
+        assert hit.rerank.problem == joint.problem
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 90) -> None:
@@ -119,19 +120,21 @@ def test_equals_in_process_search(client, searcher, model, photos, query):
         second = {} if depth is None else {"rerank_depth": depth}
         second |= {"add_first_stage": True} if add else {}
         response = client.search(query, k=k, rerank={"method": "edje", **second}, **OPTIONS)
-        reranker = Reranker(model, depth or 10, add)
+        reranker = reranker_of(model, depth or 10, add)
         expected = searcher.search(query, k=k, rerank=reranker, explain=False, **OPTIONS)
         assert response.reranked and {"edje", "total"} < set(response.durations_ms)
-        maximum = max(hit.edje.num_truncated_tokens for hit in expected)
+        maximum = max(hit.rerank.num_truncated_tokens for hit in expected)
         warnings = [TRUNCATED.format("texts of hits", maximum)] if maximum else []
         assert response.warnings == warnings
         assert_same(response.hits, expected)
-        problems |= {(hit.item_id, hit.edje.problem) for hit in response.hits if hit.edje.problem}
+        problems |= {
+            (hit.item_id, hit.rerank.problem) for hit in response.hits if hit.rerank.problem
+        }
     assert problems == {(WITHOUT_TOKENS, NO_TOKENS) if query == TEXT else ("0.png", NO_TEXT)}
 
 
 def test_equals_in_process_search_with_options(client, searcher, model):
-    reranker = Reranker(model)
+    reranker = reranker_of(model)
     for ours, theirs in (
         ({"score": "maxsim"}, {"score": "maxsim"}),
         ({"filter": "item_id < '5'"}, {"filter": "item_id < '5'"}),
@@ -152,7 +155,7 @@ def test_equals_in_process_search_with_options(client, searcher, model):
 def test_batch_and_concurrent_requests(client, searcher, model, photos):
     """Requests contain text and image queries."""
     queries = [TEXT, photos["5.png"], "lift", photos["1.png"]]
-    expected = [searcher.search(q, k=3, rerank=Reranker(model, 5), **OPTIONS) for q in queries]
+    expected = [searcher.search(q, k=3, rerank=reranker_of(model, 5), **OPTIONS) for q in queries]
     second = {"method": "edje", "rerank_depth": 5}
     results = client.search_batch(queries, k=3, rerank=second, **OPTIONS).results
     for hits, hits_in_process in zip(results, expected, strict=True):
@@ -173,10 +176,10 @@ def test_rerank(client, searcher, model, photos):
         (photos["5.png"], ["nobody", "0.png"]),
     ):
         response = client.rerank(query, items, method="edje")
-        hits = searcher.search(query, ids=items, rerank=Reranker(model), **OPTIONS)
-        read = [hit for hit in hits if not hit.edje.problem]
+        hits = searcher.search(query, ids=items, rerank=reranker_of(model), **OPTIONS)
+        read = [hit for hit in hits if not hit.rerank.problem]
         assert [item.item_id for item in response.results] == [hit.item_id for hit in read]
-        scores = [hit.edje.logit for hit in read]
+        scores = [hit.rerank.score for hit in read]
         assert [item.score for item in response.results] == pytest.approx(scores, abs=1e-4)
         assert response.missing == missing and response.representation is None
         assert client.rerank(query, items, method="edje", k=1).results == response.results[:1]
@@ -185,8 +188,8 @@ def test_rerank(client, searcher, model, photos):
 def test_warns_of_truncated_query(client, searcher, model):
     long = f"{TEXT} {TEXT}"
     response = client.search(long, rerank={"method": "edje"}, **OPTIONS)
-    assert_same(response.hits, searcher.search(long, rerank=Reranker(model), **OPTIONS))
-    maximum = max(hit.edje.num_truncated_tokens for hit in response.hits)
+    assert_same(response.hits, searcher.search(long, rerank=reranker_of(model), **OPTIONS))
+    maximum = max(hit.rerank.num_truncated_tokens for hit in response.hits)
     assert maximum and response.warnings == [TRUNCATED.format("queries", maximum)]
     assert client.rerank(long, ["1.png"], method="edje").warnings == response.warnings
 
@@ -237,7 +240,7 @@ def test_mteb_scores_preserve_order(client, searcher, model):
     second = {"method": "edje", "rerank_depth": 4}
     endpoint = Endpoint(client, max_k=8, rerank=second, **OPTIONS)
     (scores,) = endpoint.search([{"id": "q", "text": TEXT}], top_k=8).values()
-    expected = searcher.search(TEXT, k=8, rerank=Reranker(model, 4), **OPTIONS)
+    expected = searcher.search(TEXT, k=8, rerank=reranker_of(model, 4), **OPTIONS)
     assert sorted(scores, key=scores.get, reverse=True) == [hit.item_id for hit in expected]
 
 
@@ -280,7 +283,7 @@ def test_similarity_maps_equal_those_of_first_stage(client, searcher):
     hits = client.search(TEXT, explain="map", **options).hits
     assert [hit.item_id for hit in hits] != list(first)
     for hit in hits:
-        assert hit.edje.logit is None or hit.first_stage.rank <= 5
+        assert hit.rerank.score is None or hit.first_stage.rank <= 5
         assert hit.map == first[hit.item_id].map and hit.map.query_tokens
     assert searcher.search(TEXT, "hpool_4", k=1)[0].item_id == next(iter(first))
 
@@ -349,7 +352,7 @@ def test_new_versions(client, url, uri, model):
     dataset = lance.dataset(IndexReader(uri).dataset.uri)
     dataset.delete(f"item_id = '{best}'")
     wait_until(lambda: client.search(TEXT, **options).version > before.version, 30)
-    expected = open_index(uri).search(TEXT, k=NUM_PHOTOS, rerank=Reranker(model), **OPTIONS)
+    expected = open_index(uri).search(TEXT, k=NUM_PHOTOS, rerank=reranker_of(model), **OPTIONS)
     assert_same(client.search(TEXT, **options).hits, expected)
     assert [hit.item_id for hit in expected] == [hit.item_id for hit in before.hits[1:]]
 

@@ -477,11 +477,13 @@ def swap(bench: Bench, server: Server, args: Any) -> None:
 
 def reranking(bench: Bench, server: Server, edje: str, args: Any) -> None:
     """Measures pairs per second of EDJE's second stage, and its latency at equal load."""
+    from pipeline.search.rerankers import load_rerankers
 
-    searcher, reranker = open_index(server.uri), reranker_of(edje, RERANK_DEPTH)
+    searcher = open_index(server.uri)
+    (reranker,) = load_rerankers({"name": "edje", "model": edje, "top": RERANK_DEPTH})
     seconds = max(args.seconds / 6, 3)
     plain = server.body
-    reranked = {**plain, "rerank": {"method": "edje", "rerank_depth": RERANK_DEPTH}}
+    reranked = {**plain, "rerank": {"name": "edje", "top": RERANK_DEPTH}}
     rates: dict[str, list[float]] = {}
     for repeat in range(args.repeats + 1):  # the first is a warm-up
         for at_once in (1, 8, 32):

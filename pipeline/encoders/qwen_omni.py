@@ -254,6 +254,7 @@ class TimedSequenceWriter(SequenceWriter):
         span: tuple[int, int] = (-1, -1),
         positions: torch.Tensor | None = None,
     ) -> None:
+        """Appends tokens by their ids, at given positions or after the last one."""
         if not ids:
             return
         super().add_ids(ids, kind, type, span)

@@ -68,7 +68,7 @@ def test_rerankers_in_a_row(texts, cross_encoder):
     assert models[0]._model is models[1]._model
     rankings = rerank_in_turn(models, searcher, QUERIES, searcher.rank(QUERIES, k=5), 5)
     assert [models[n].usage.pairs for n in (0, 1)] == [10, 4]
-    assert [ranking.item_ids for ranking in rankings][0][0] == hits[0].item_id
+    assert rankings[0].item_ids[0] == hits[0].item_id
 
 
 def test_the_search_job(texts, cross_encoder, capsys):

@@ -5,7 +5,7 @@ r"""Serves indexes over HTTP: search page, search, reranking, encoding and evalu
     maxray serve out/cranfield/index out/pages/index --port 8123
     maxray serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.max_k=100
     maxray serve --spec settings.yaml timeouts.search_s=5
-    maxray serve out/photos/index indexes.photos.edje=out/edje/model   # EDJE reranking
+    maxray serve out/photos/index 'indexes.photos.rerank={name: edje, model: out/edje/model}'
     maxray serve key --name ann >> keys.yaml                # create an access key
     curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \
          -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
@@ -192,13 +192,13 @@ def _check_indexes(settings: ServeSpec) -> None:
                     generator_columns(index, info, candidates.generator)
                 except SpecError as error:
                     raise error.at("generator") from None
-        if served.edje is not None:
-            from pipeline.search.rerank import check_stored
+        for number, spec in enumerate(served.rerank):
+            if spec.name == "edje":
+                from pipeline.encoders.edje.model import read_metadata
+                from pipeline.search.rerankers.edje import check_stored
 
-            from pipeline.encoders.edje.model import read_metadata
-
-            field = f"indexes.{name}.edje"
-            check_stored(read_metadata(served.edje, field), served.edje, index, field)
+                field, folder = f"indexes.{name}.rerank[{number}].model", vars(spec)["model"]
+                check_stored(read_metadata(folder, field), folder, index, field)
     if settings.keys:
         Keys(settings.keys)
 

@@ -387,6 +387,17 @@ def _resolve_source(value: Any) -> ComponentSpec:
         raise error.at(error.field.removeprefix("sources")) from None
 
 
+def _resolve_rerankers(values: Any) -> list[ComponentSpec]:
+    """Resolves the specs of rerankers: one, or a list."""
+    if not isinstance(values, list):
+        return [RERANKERS.resolve(values)]
+    specs = []
+    for number, value in enumerate(values):
+        with within(f"[{number}]"):
+            specs.append(RERANKERS.resolve(value))
+    return specs
+
+
 def _or_none(registry: Registry[Any]) -> Callable[[Any], ComponentSpec | None]:
     return lambda value: None if value is None else registry.resolve(value)
 
@@ -401,6 +412,8 @@ CodecSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CODECS.reso
 GeneratorSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CANDIDATES.resolve)]
 LearnerSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(LEARNERS.resolve)]
 TrainingDataSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(TRAINING_DATA.resolve)]
+#: Rerankers, given as one or a list. They are applied one after another.
+RerankerSpecs = Annotated[list[SerializeAsAny[ComponentSpec]], BeforeValidator(_resolve_rerankers)]
 BenchmarkSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(BENCHMARKS.resolve)]
 
 

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
-    BeforeValidator,
     Field,
     PositiveInt,
-    SerializeAsAny,
     field_validator,
     model_validator,
 )
 
-from pipeline.config import ComponentSpec, Spec, SpecError, within
+from pipeline.config import ComponentSpec, Spec, SpecError
 from pipeline.eval import JudgedQueries
 from pipeline.eval.grounding import GeneratedPhrases
 from pipeline.eval.metrics import DEFAULT_MEASURES, MDR, parse_measure
-from pipeline.registry import RERANKERS, BenchmarkSpec, short_name
+from pipeline.registry import BenchmarkSpec, RerankerSpecs, short_name
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, FusionSpec
 from pipeline.search.options import EQUAL_WEIGHTS, Weights
 from pipeline.search.scores import Score
-
-
-def _resolve_rerankers(values: Any) -> list[ComponentSpec]:
-    values = values if isinstance(values, list) else [values]
-    if not values:
-        raise SpecError("", values, "a reranker or a non-empty list of rerankers")
-    specs = []
-    for number, value in enumerate(values):
-        with within(f"[{number}]" if len(values) > 1 else ""):
-            specs.append(RERANKERS.resolve(value))
-    return specs
-
-
-#: Spec of a reranker. The components are imported only for evaluations that have one.
-RerankerSpecs = Annotated[list[SerializeAsAny[ComponentSpec]], BeforeValidator(_resolve_rerankers)]
 
 
 class RerankRow(Spec):
@@ -46,7 +29,7 @@ class RerankRow(Spec):
     A mapping without `rerankers` has the fields of a single reranker, besides those below.
     """
 
-    rerankers: RerankerSpecs
+    rerankers: RerankerSpecs = Field(min_length=1)
     """Rerankers in the order of their application."""
     representation: str | None = None
     """Representation of the first stage, or null for `full` if it is evaluated, else the first one.

@@ -288,7 +288,7 @@ def test_pools_are_reranked(cluster, tmp_path, checkpoint):
     progress = job.run(parse(IndexSpec, spec), IndexResources(), job="1", report=lambda line: None)
     assert progress.new == mteb_data.NUM_DOCUMENTS
     uri = spec["index"]
-    rerank = [{"model": model, "rerank_depth": 3}]
+    rerank = [{"name": "edje", "model": model, "top": 3}]
     evaluation = evaluate(tmp_path, uri, source, rerank=rerank)
     pools = load(task, data, subset="english").pools
     assert pools is not None

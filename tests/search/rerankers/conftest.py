@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline import config
-from tests.tiny import checkpoints
 
 TEXTS = {
     "a": "the lift of a wing in a slipstream",
@@ -46,21 +44,6 @@ def texts(cluster, checkpoint, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def cross_encoder(checkpoint, tmp_path_factory) -> str:
+def cross_encoder(checkpoint) -> str:
     """Folder of a tiny cross-encoder that sentence-transformers has saved."""
-    from sentence_transformers import CrossEncoder
-    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
-
-    folder = tmp_path_factory.mktemp("cross_encoder")
-    words = AutoTokenizer.from_pretrained(checkpoint("colbert_bert"))
-    sizes = checkpoints.small_text_config(words)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        settings = BertConfig(**sizes, max_position_embeddings=64, num_labels=1)
-        model = BertForSequenceClassification(settings)
-        torch.nn.init.normal_(model.classifier.weight, std=2.0)
-        model.save_pretrained(folder / "plain")
-    words.model_max_length = 64
-    words.save_pretrained(folder / "plain")
-    CrossEncoder(str(folder / "plain")).save_pretrained(str(folder / "saved"))
-    return str(folder / "saved")
+    return checkpoint("cross_encoder")

@@ -246,7 +246,7 @@ class PairReranker(Reranker[PairSpecT]):
     def _documents(
         self, source: Source, candidates: Sequence[list[str]]
     ) -> Iterator[tuple[int, str, Content]]:
-        """Yields the contents of each candidate: one, or several of which the best counts."""
+        """Yields the contents of each candidate: one, or several whose best score counts."""
         texts: Mapping[str, str] = {}
         if self._reads_texts:
             texts = item_texts(source.index, (i for ids in candidates for i in ids))
@@ -263,7 +263,7 @@ class PairReranker(Reranker[PairSpecT]):
 
     @property
     def _reads_texts(self) -> bool:
-        """Whether items without an image can be read."""
+        """True if items without an image can be read."""
         return "documents" in type(self.spec).model_fields
 
     def _score_pending(

@@ -111,7 +111,7 @@ class Peer:
         self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
 
     def state(self, text: str, *images: Image.Image, end: tuple[int, ...] = ()) -> torch.Tensor:
-        """Returns the state (D,) of the last token. `<|image_pad|>` stands for an image."""
+        """Returns the state (D,) of the last token. `<|image_pad|>` represents an image."""
         media = self.images(list(images), return_tensors="pt") if images else {}
         for grid in media.get("image_grid_thw", ()):
             text = text.replace("<|image_pad|>", "<|PAD|>" * (int(grid.prod()) // 4), 1)

@@ -45,6 +45,7 @@ def write(
     rows = searcher.items.select(options)
     num_items = len(searcher.items) if rows is None else len(rows)
     for reranker in rerankers:
+        reranker.report = jobs.say
         reranker.check(searcher.index, list(queries.values()))
     print(f"{len(queries):,} queries x {num_items:,} items", flush=True)
     if all(isinstance(query, str | bytes | Composed) for query in queries.values()):

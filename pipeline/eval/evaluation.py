@@ -112,6 +112,7 @@ def run(
     inputs = _load(spec, benchmark or BENCHMARKS.build(spec.benchmark))
     for line in inputs.notes:
         report(line)
+    inputs.ranker.report = report
     _check_names(inputs)
     categories = _document_categories(inputs)
     phrases = _phrases(inputs, report)
@@ -451,7 +452,7 @@ def _row_result(inputs: _Inputs, row: Row, entry: Measurements, exact: Measureme
         first_stage = f"{row.representation}.maxsim" if maxsim in inputs.plan else ""
         result = replace(result, fusion=dump(spec.fusion), first_stage=first_stage)
     if row.rerank is not None:
-        result = _reranked(result, row.rerank, inputs.ranker.rerankers(row.rerank))
+        result = _reranked(result, row.rerank, inputs.ranker.rerankers(row.rerank), entry)
     if row.candidates is not None:
         result = _from_candidates(result, row.candidates, entry, exact, spec.k)
     return result
@@ -459,7 +460,6 @@ def _row_result(inputs: _Inputs, row: Row, entry: Measurements, exact: Measureme
 
 def _result(searcher: Searcher, row: Row, entry: Measurements) -> Result:
     measured = entry.model_dump(exclude={"rankings", "rerank_usage"})
-    measured["rerank"] = entry.rerank_usage
     if row.score == BM25:
         return Result(BM25, BM25, None, BM25, "", **measured)
     info = searcher.index.representation(row.representation)
@@ -482,7 +482,9 @@ def _result(searcher: Searcher, row: Row, entry: Measurements) -> Result:
     )
 
 
-def _reranked(result: Result, row: RerankRow, rerankers: Sequence[Reranker[Any]]) -> Result:
+def _reranked(
+    result: Result, row: RerankRow, rerankers: Sequence[Reranker[Any]], entry: Measurements
+) -> Result:
     known = [r.num_parameters for r in rerankers if r.num_parameters is not None]
     settings = {
         "rerankers": [dump(reranker.spec) for reranker in rerankers],
@@ -498,7 +500,7 @@ def _reranked(result: Result, row: RerankRow, rerankers: Sequence[Reranker[Any]]
         codec={"name": "float16"},
         weights=None,
         first_stage=result.name,
-        rerank={**settings, **result.rerank},
+        rerank={**settings, **entry.rerank_usage},
     )
 
 

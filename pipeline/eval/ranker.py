@@ -58,6 +58,9 @@ class Ranker:
     Args:
         encoded: Encoded queries by fingerprint of the encoder, which rankers of several indexes
             share.
+
+    Attributes:
+        report: Function that reports the progress of rerankers, if any.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Ranker:
         self._diagnoser: Diagnoser | None = None
         self._rerankers: dict[str, list[Reranker[Any]]] = {}
         self._models: dict[RerankerSpec, Reranker[Any]] = {}
+        self.report: Callable[[str], None] | None = None
         options = judged.options()
         judgments = [judged.queries, judged.qrels, spec.judged, *([options] if options else [])]
         self.judgments = digest(judgments)
@@ -192,7 +196,10 @@ class Ranker:
             return self.measure_ranking(rank, **costs)
         from pipeline.search.rerankers import usage_fields
 
-        take_usage = functools.partial(usage_fields, self.rerankers(row.rerank))
+        rerankers = self.rerankers(row.rerank)
+        for reranker in rerankers:
+            reranker.report = self.report
+        take_usage = functools.partial(usage_fields, rerankers)
         return self.measure_ranking(rank, take_usage, **costs)
 
     def measure_ranking(

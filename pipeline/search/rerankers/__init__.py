@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -27,6 +27,8 @@ from pipeline.search.score import Ranking
 QUERY_BATCH = 64
 #: Fields of all rerankers that do not affect the score of a pair.
 OPTIONS = ("top", "add_first_stage", "label")
+#: Interval between lines of progress, in seconds.
+PROGRESS_SECONDS = 10.0
 NO_TEXT, NO_IMAGE = "has no text", "has no readable image"
 
 
@@ -90,6 +92,7 @@ class Reranker(ABC, Generic[RerankerSpecT]):
         fingerprint: Hash of everything else that determines the scores.
         num_parameters: Number of parameters that score a pair, or None if it is unknown.
         usage: Cost of the calls of `rerank`.
+        report: Function that reports a line of progress, if any.
     """
 
     query_kinds: ClassVar[tuple[type, ...]] = (str,)
@@ -97,6 +100,7 @@ class Reranker(ABC, Generic[RerankerSpecT]):
 
     fingerprint: str
     num_parameters: int | None = None
+    report: Callable[[str], None] | None = None
 
     def __init__(self, spec: RerankerSpecT):
         self.spec = spec
@@ -162,12 +166,19 @@ class Reranker(ABC, Generic[RerankerSpecT]):
                 that many.
             k: Maximum number of items per query.
         """
-        start, top = time.perf_counter(), self.spec.top
+        start = reported = time.perf_counter()
+        top = self.spec.top
         candidates = [ranking.item_ids[:top] for ranking in rankings]
         scores: list[dict[str, RerankScore]] = []
         for first in range(0, len(queries), QUERY_BATCH):
             batch = slice(first, first + QUERY_BATCH)
             scores += self.score(source, queries[batch], candidates[batch])
+            is_last, now = len(scores) == len(queries), time.perf_counter()
+            if self.report is not None and not is_last and now - reported > PROGRESS_SECONDS:
+                reported = now
+                rate = f"{len(scores) / (now - start):,.1f} queries/s"
+                progress = f"{len(scores):,} of {len(queries):,} queries, {rate}"
+                self.report(f"{self.spec.title}: {progress}")
         reranked = [
             reorder(self.missing(query), ranking, found, self.spec, k)
             for query, ranking, found in zip(queries, rankings, scores, strict=True)

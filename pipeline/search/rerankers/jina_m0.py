@@ -16,6 +16,13 @@ SCORE_TOKEN = 100
 LOGIT_BIAS = 2.65
 
 
+#: Names of weights by patterns of saved names. The library renames those of its own classes only.
+NAMES = {
+    r"^visual": "model.visual",
+    r"^model(?!\.(language_model|visual))": "model.language_model",
+}
+
+
 class ScoredQwen2VL(Qwen2VLForConditionalGeneration):
     """Qwen2-VL with a head that computes a score from a state."""
 
@@ -54,7 +61,7 @@ class JinaM0(PairReranker["JinaM0.Spec"]):
 
     def load(self, spec: Spec) -> Any:
         """Loads the model with its head."""
-        model: Any = load_model(spec, ScoredQwen2VL, optional_weights=("lm_head.",))
+        model: Any = load_model(spec, ScoredQwen2VL, optional_weights=("lm_head.",), renamed=NAMES)
         self._head = model.score
         return model
 

@@ -127,18 +127,19 @@ def test_rows_of_an_evaluation(texts, cross_encoder, tmp_path):
 
 
 def test_long_texts(texts, cross_encoder):
-    searcher = open_index(texts)
-    spec = {"name": "cross_encoder", "model": cross_encoder}
-    query = " ".join(["wing"] * 40)  # 43 tokens with those that join it with an item
-    hits = {hit.item_id: hit for hit in searcher.search(query, rerank=spec, explain=False)}
+    """Texts are truncated by the library; queries that leave no place for a text are refused."""
+    (reranker,) = load_rerankers({"name": "cross_encoder", "model": cross_encoder})
+    searcher, query = open_index(texts), " ".join(["wing"] * 40)
+    (found,) = reranker.score(searcher, [query], [[*TEXTS]])
     expected = peer_scores(cross_encoder, query)
-    for item_id, hit in hits.items():
-        assert hit.rerank.score == pytest.approx(expected[item_id], abs=1e-6)
-        size = len(load_rerankers(spec)[0]._model.tokenizer(query, TEXTS[item_id])["input_ids"])
-        assert hit.rerank.num_truncated_tokens == max(0, size - 64) if size < 64 else True
-    assert max(hit.rerank.num_truncated_tokens for hit in hits.values()) > 0
+    tokenizer = reranker._model.tokenizer
+    for item_id, record in found.items():
+        assert record.score == pytest.approx(expected[item_id], abs=1e-6)
+        size = len(tokenizer(query, TEXTS[item_id], truncation=False)["input_ids"])
+        assert record.num_truncated_tokens == max(0, size - 64)
+    assert max(record.num_truncated_tokens for record in found.values()) > 0
     with pytest.raises(SpecError, match=r"^query must be a text of at most 63 tokens with an item"):
-        searcher.search(" ".join(["wing"] * 80), rerank=spec)
+        reranker.score(searcher, [" ".join(["wing"] * 80)], [["a"]])
 
 
 def test_errors(texts, cross_encoder, checkpoint, tmp_path):

@@ -97,9 +97,9 @@ class TextCrossEncoder(Reranker["TextCrossEncoder.Spec"]):
 
     def _check_length(self, query: str) -> int:
         """Returns the number of tokens of a query and those that join it with an item."""
-        tokenizer = self._model.tokenizer
         with TOKENIZER_LOCK:
-            size = len(tokenizer(query, "", truncation=False, verbose=False)["input_ids"])
+            (size,) = self._sizes([query])
+        size += self._model.tokenizer.num_special_tokens_to_add(pair=True)
         check_query_size(query, size, self._limit - 1, " with an item")
         return size
 

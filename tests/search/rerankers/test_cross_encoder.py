@@ -163,3 +163,15 @@ def test_errors(texts, cross_encoder, checkpoint, tmp_path):
     models = load_rerankers({"name": "cross_encoder", "model": cross_encoder})
     with pytest.raises(SpecError, match="^query must be a text to be reranked by cross_encoder"):
         models[0].check(searcher.index, [png(noise(8, 8))])
+
+
+@pytest.mark.hub
+def test_published_cross_encoder():
+    """The score of the model card's relevant passage is the higher one."""
+    spec = {"name": "cross_encoder", "model": "cross-encoder/ms-marco-MiniLM-L6-v2"}
+    (reranker,) = load_rerankers(spec)
+    query = "How many people live in Berlin?"
+    passages = ["Berlin had a population of 3,520,031 registered inhabitants.", "Paris is old."]
+    scores = reranker._model.predict([(query, passage) for passage in passages])
+    assert scores[0] > 5 > -5 > scores[1]
+    assert isinstance(reranker._model, CrossEncoder)

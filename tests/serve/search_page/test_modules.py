@@ -59,6 +59,8 @@ def test_search_bodies(page):
     right = body(sides, None, "b")
     assert right["representation"] == "hpool_4"
     assert right["rerank"] == {"name": "vectors", "representation": "full", "top": 7}
+    model = body({"q": "a", "rerank": "edje", "depth": "7"})
+    assert model["rerank"] == {"name": "edje", "optional": True, "top": 7}
     scores = {"q": "a", "score": "hybrid"}
     assert body(scores)["score"] == body(scores, None, "b")["score"] == "hybrid"
     assert body({**scores, "score2": "fused"}, None, "b")["score"] == "fused"

@@ -166,6 +166,7 @@ def _check_address(host: str, port: int, settings: ServeSpec) -> None:
 
 def _check_indexes(settings: ServeSpec) -> None:
     from pipeline.index.reader import IndexReader
+    from pipeline.registry import RERANKERS
     from pipeline.search.candidates import EXACT, generator_columns, slow_search_hint
     from pipeline.search.options import representation_info
     from pipeline.serve.keys import Keys
@@ -193,12 +194,14 @@ def _check_indexes(settings: ServeSpec) -> None:
                 except SpecError as error:
                     raise error.at("generator") from None
         for number, spec in enumerate(served.rerank):
-            if spec.name == "edje":
-                from pipeline.encoders.edje.model import read_metadata
-                from pipeline.search.rerankers.edje import check_stored
+            with within(f"indexes.{name}.rerank[{number}]"):
+                RERANKERS.load(spec.name).check_spec(spec)
+                if spec.name == "edje":
+                    from pipeline.encoders.edje.model import read_metadata
+                    from pipeline.search.rerankers.edje import check_stored
 
-                field, folder = f"indexes.{name}.rerank[{number}].model", vars(spec)["model"]
-                check_stored(read_metadata(folder, field), folder, index, field)
+                    folder = vars(spec)["model"]
+                    check_stored(read_metadata(folder, "model"), folder, index, "model")
     if settings.keys:
         Keys(settings.keys)
 

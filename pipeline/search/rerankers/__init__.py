@@ -106,6 +106,14 @@ class Reranker(ABC, Generic[RerankerSpecT]):
         self.spec = spec
         self.usage = Usage()
 
+    @classmethod
+    def check_spec(cls, spec: Any) -> None:
+        """Checks that the model exists and is of the right type. Weights are not loaded.
+
+        Raises:
+            SpecError: The model is missing or of another type.
+        """
+
     def with_options(self, **changes: Any) -> Self:
         """Returns a reranker with another `top`, `add_first_stage` or `label`, and this model."""
         other = copy.copy(self)

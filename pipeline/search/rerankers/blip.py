@@ -79,6 +79,11 @@ class Blip(Reranker["Blip.Spec"]):
         self._features: dict[str, torch.Tensor] = {}  # of the items of one index
         self._index: str | None = None
 
+    @classmethod
+    def check_spec(cls, spec: Spec) -> None:
+        """Checks that the checkpoint exists and is a BLIP model."""
+        check_checkpoint(spec, "blip")
+
     def missing(self, query: str | bytes) -> str:
         """Returns the reason why an item cannot be read, which depends on the type of the query."""
         return NO_IMAGE if isinstance(query, str) else NO_TEXT

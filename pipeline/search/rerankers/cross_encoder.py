@@ -66,6 +66,15 @@ class TextCrossEncoder(Reranker["TextCrossEncoder.Spec"]):
         settings = config.dump(spec, exclude=NOT_IN_FINGERPRINT)
         self.fingerprint = config.digest({"files": hash_files(folder, FILES), "settings": settings})
 
+    @classmethod
+    def check_spec(cls, spec: Spec) -> None:
+        """Checks the files of the checkpoint. Weights are not loaded."""
+        extras.require("sentence_transformers")
+        is_local = Path(spec.model).is_dir()
+        files = [name for name in FILES if is_local or not name.endswith(".safetensors")]
+        folder = find_checkpoint(spec.model, spec.revision, files, MODEL_RULE)
+        _check_files(spec, folder, with_weights=is_local)
+
     def score(
         self,
         source: Source,
@@ -128,10 +137,11 @@ def _load(spec: TextCrossEncoder.Spec, folder: Path) -> Any:
     return model.eval()
 
 
-def _check_files(spec: TextCrossEncoder.Spec, folder: Path) -> None:
+def _check_files(spec: TextCrossEncoder.Spec, folder: Path, with_weights: bool = True) -> None:
     """Checks that a checkpoint has no code and no pickled weights, and is a cross-encoder."""
     check_folder(spec.model, folder)
-    check_safetensors(spec.model, folder)
+    if with_weights:
+        check_safetensors(spec.model, folder)
     parts = load_json(folder / "modules.json", spec.model) or []
     for part in parts:
         if not MODULES.fullmatch(part["type"]):

@@ -72,6 +72,11 @@ class Edje(Reranker["Edje.Spec"]):
         self.fingerprint = digest([self.metadata["fingerprints"], spec.precision])
         self._vision: Encoder | None = None
 
+    @classmethod
+    def check_spec(cls, spec: Spec) -> None:
+        """Checks the files of the EDJE."""
+        read_metadata(spec.model, "model")
+
     def check(self, index: IndexReader, queries: AnyQueries) -> Sequence[str | bytes]:
         """Checks that the joint encoder supports the queries and that the index has its tokens.
 

@@ -193,6 +193,11 @@ class PairReranker(Reranker[PairSpecT]):
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.fingerprint = checkpoint_fingerprint(spec, NOT_IN_FINGERPRINT)
 
+    @classmethod
+    def check_spec(cls, spec: Any) -> None:
+        """Checks that the checkpoint exists and has the expected type."""
+        check_checkpoint(spec, cls.model_type)
+
     @abstractmethod
     def prompt(self) -> str:
         """Returns the prompt with `{query}` and `{document}`."""

@@ -431,7 +431,8 @@ def _check_names(inputs: _Inputs) -> None:
     """Raises `SpecError` if the spec names a row or a method that the evaluation will not have."""
     if not (inputs.spec.comparisons or inputs.spec.labels):
         return
-    empty = Measurements(rankings={}, values={}, **dict.fromkeys(COSTS, 0.0))
+    costs: dict[str, Any] = dict.fromkeys(COSTS, 0.0)
+    empty = Measurements(rankings={}, values={}, **costs)
     rows = merge_seeds([_row_result(inputs, row, empty, empty) for row in inputs.plan])
     names = [result.name for result in rows]
     for number, pair in enumerate(inputs.spec.comparisons):

@@ -191,7 +191,7 @@ class Ranker:
     def measure(self, row: Row) -> Measurements:
         """Ranks all queries by a row in one batch, and then some of them individually."""
         rank = self._bm25_ranker() if row.score == BM25 else self._vector_ranker(row)
-        costs = {"maxsim_ops": self._maxsim_ops(row), **self._row_sizes(row)}
+        costs: dict[str, Any] = {"maxsim_ops": self._maxsim_ops(row), **self._row_sizes(row)}
         if row.rerank is None:
             return self.measure_ranking(rank, **costs)
         from pipeline.search.rerankers import usage_fields

@@ -382,7 +382,8 @@ class ModelRanker:
 
         bind_to_loopback()
         limit_threads(scale)
-        self._rerankers = dict(zip(served.rerankers, load_rerankers(served.rerank), strict=True))
+        specs: Any = served.rerank
+        self._rerankers = dict(zip(served.rerankers, load_rerankers(specs), strict=True))
         self._versions = Versions(
             lambda edition: Searcher(open_edition(served.uri, edition)), timeouts.request_s
         )

@@ -218,8 +218,9 @@ def load_rerankers(
     """
     models = {} if models is None else models
     several = isinstance(values, list | tuple)
+    listed: Any = values if several else [values]
     rerankers = []
-    for number, value in enumerate(values if several else [values]):
+    for number, value in enumerate(listed):
         with within(f"rerank[{number}]" if several else "rerank"):
             if isinstance(value, Reranker):
                 rerankers.append(value)

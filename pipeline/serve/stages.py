@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch

@@ -77,7 +77,7 @@ class Blip(Reranker["Blip.Spec"]):
         parts: Any = (
             self._model.text_encoder,
             self._model.itm_head,
-        )  # the vision tower reads no pair
+        )  # without the tower
         self.num_parameters = sum(p.numel() for part in parts for p in part.parameters())
         self._features: dict[str, torch.Tensor] = {}  # of the items of one index
         self._index: str | None = None

@@ -280,7 +280,7 @@ def test_mteb_scores_preserve_order(client, searcher, model):
     assert sorted(scores, key=scores.get, reverse=True) == [hit.item_id for hit in expected]
 
 
-def test_checks_edje_model_before_start(uri, dual, model, tmp_path):
+def test_checks_edje_model_before_start(url, uri, dual, model, tmp_path):
     def start(edje: str, index: str = uri) -> None:
         rerank = {"name": "edje", "model": edje}
         _check_indexes(parse(ServeSpec, {"indexes": {"i": {"uri": index, "rerank": rerank}}}))

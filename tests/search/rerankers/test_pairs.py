@@ -24,10 +24,15 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from pipeline import config
 from pipeline.config import SpecError
+from pipeline.index import job
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search.rerankers import load_rerankers
+from pipeline.search.rerankers.contents import ItemImages
 from pipeline.search.rerankers.pairs import Content
 from pipeline.search.searcher import open_index
+from tests import media
 from tests.images import index_captioned, noise, png
 from tests.search.rerankers.conftest import TEXTS
 from tests.tiny import checkpoints
@@ -50,10 +55,10 @@ def write(folder: Path, name: str, model_class: Any, config_class: Any, *setting
     )
     assert set(WORDS) <= words.get_vocab().keys()
     images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, **PIXELS)
-    config = qwen_settings(config_class, words, *settings)
+    sizes = qwen_settings(config_class, words, *settings)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        path = checkpoints.save(folder / name, model_class, config, words, images)
+        path = checkpoints.save(folder / name, model_class, sizes, words, images)
     return path
 
 
@@ -95,10 +100,10 @@ def jina(qwen2, tmp_path_factory) -> str:
     ):
         named[f"score.{name}"] = torch.randn(shape, generator=generator)
     save_file(named, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["architectures"] = ["JinaVLForRanking"]
-    config["auto_map"] = {"AutoModel": "modeling.JinaVLForRanking"}
-    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    saved = json.loads((folder / "config.json").read_text("utf-8"))
+    saved["architectures"] = ["JinaVLForRanking"]
+    saved["auto_map"] = {"AutoModel": "modeling.JinaVLForRanking"}
+    (folder / "config.json").write_text(json.dumps(saved), "utf-8")
     return str(folder)
 
 
@@ -260,14 +265,49 @@ def test_long_inputs(qwen3, texts):
         reranker.score(searcher, ["lift of a wing " * 99], [["a"]])
 
 
-def test_frames_of_a_video(qwen3, qwen2):
-    """Qwen3-VL reads them as a video; other models read each."""
-    frames = [(noise(32, 24, n), n * 0.5, (n + 1) * 0.5) for n in range(4)]
-    reader = load("qwen3_vl", qwen3)._reader
-    inputs, _ = reader.read_pair(Content("wing"), Content(images=frames, is_video=True))
+@pytest.fixture(scope="module")
+def clips(cluster, qwen2, tmp_path_factory) -> str:
+    """Index of a video of four seconds, whose frames encode their numbers."""
+    folder = tmp_path_factory.mktemp("clips")
+    (folder / "clips").mkdir()
+    media.write_video(folder / "clips/a.mp4", media.frame_times(4, 10))
+    source = {"name": "video", "path": str(folder / "clips"), "sampling": "fps", "fps": 2.0}
+    encoder = {"name": "qwen_vl", "model": qwen2, "dtype": "float32"}
+    spec = {
+        "index": str(folder / "index"),
+        "source": {**source, "window_seconds": 4.0},
+        "encoder": {**encoder, "preprocessing": "transformers"},
+        "representations": [{"compressor": "none", "id": "full"}],
+    }
+    job.run(config.parse(IndexSpec, spec), IndexResources(), job="1", report=lambda line: None)
+    return spec["index"]
+
+
+def test_frames_of_a_video(qwen3, qwen2, clips):
+    """Qwen3-VL reads them as a video; of other models, the best frame counts."""
+    index = open_index(clips).index
+    (item_id,) = index.dataset.to_table(columns=["item_id"])["item_id"].to_pylist()
+    stored = json.loads(index.item(item_id, ["metadata"])["metadata"][0].as_py())["frames"]
+    frames = ItemImages(index, 4).read(item_id)
+    numbers = [media.read_number(np.asarray(image)) for image, _, _ in frames]
+    rows = np.linspace(0, len(stored) - 1, 4).round().astype(int)
+    assert numbers == [stored[row][0] for row in rows]
+    assert [start for _, start, _ in frames] == [stored[row][1] for row in rows]
+
+    reader = load("qwen3_vl", qwen3, max_pair_tokens=4000)._reader
+    small = [(image.resize((32, 24)), start, stop) for image, start, stop in frames]
+    inputs, _ = reader.read_pair(Content("wing"), Content(images=small, is_video=True))
     assert inputs.media["video_grid_thw"][0, 0] == 2  # pairs of frames
     text = reader.tokenizer.decode(inputs.sequence["input_ids"].tolist())
-    assert "<0.2 seconds>" in text and "<1.2 seconds>" in text
+    assert text.count(" seconds>") == 2
+
+    peer = Peer(qwen2, Qwen2VLForConditionalGeneration)
+    reranker = load("monoqwen2_vl", qwen2, max_frames=4)
+    ((found,),) = [[*row.values()] for row in scores(reranker, clips, ["lift"], [item_id])]
+    prompt = reranker.prompt().replace("{document}", IMAGE).replace("{query}", "lift")
+    states = [peer.state(prompt, image) for image, _, _ in frames]
+    best = max(peer.probability(state, "True", "False") for state in states)
+    assert found == pytest.approx(best, abs=1e-6)
 
 
 def test_errors(qwen3, qwen2, checkpoint, tmp_path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jobs
 from pipeline.config import Stopped
@@ -13,7 +13,7 @@ from pipeline.config import Stopped
 if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.options import SearchOptions
     from pipeline.search.query import AnyQuery
-    from pipeline.search.rerank import Reranker
+    from pipeline.search.rerankers import Reranker
     from pipeline.search.searcher import Searcher
 
 #: Number of queries that are encoded and scored per batch, which bounds memory.
@@ -34,7 +34,7 @@ def write(
     searcher: Searcher,
     queries: Mapping[str, AnyQuery],
     options: SearchOptions,
-    reranker: Reranker | None,
+    rerankers: Sequence[Reranker[Any]],
 ) -> None:
     """Ranks the items for all queries, writes the run to a file and prints the throughput."""
     from pipeline.eval.metrics import write_run
@@ -44,15 +44,17 @@ def write(
     signal.signal(signal.SIGTERM, _stop)
     rows = searcher.items.select(options)
     num_items = len(searcher.items) if rows is None else len(rows)
-    if reranker is not None:
+    for reranker in rerankers:
+        reranker.report = jobs.say
         reranker.check(searcher.index, list(queries.values()))
     print(f"{len(queries):,} queries x {num_items:,} items", flush=True)
     if all(isinstance(query, str | bytes | Composed) for query in queries.values()):
         searcher.encoder(options.column)  # loads the encoder before timing
     searcher.load(options.column, options.score, options.candidates)
-    run = _Run(searcher, queries, options, reranker)
+    run = _Run(searcher, queries, options, rerankers)
     weights = "" if options.weights == EQUAL_WEIGHTS else "-{:g}-{:g}".format(*options.weights)
-    tag = f"{options.column}.{options.score}{weights}{'.edje' if reranker else ''}"
+    tag = f"{options.column}.{options.score}{weights}"
+    tag += "".join(f".{reranker.spec.title}" for reranker in rerankers)
     write_run(out, run.scores(), tag=tag)
     print(f"{run.throughput()}\n{len(queries):,} queries, {run.num_hits:,} hits: {out}")
 
@@ -69,10 +71,10 @@ class _Run:
         searcher: Searcher,
         queries: Mapping[str, AnyQuery],
         options: SearchOptions,
-        reranker: Reranker | None,
+        rerankers: Sequence[Reranker[Any]],
     ):
         self._searcher, self._queries = searcher, queries
-        self._options, self._reranker = options, reranker
+        self._options, self._rerankers = options, rerankers
         self._seconds = 0.0
         self._num_done = self.num_hits = 0
 
@@ -80,7 +82,7 @@ class _Run:
         last_progress = time.monotonic()
         for batch in batches(self._queries):
             start = time.perf_counter()
-            rankings = self._searcher.rank_with([*batch.values()], self._options, self._reranker)
+            rankings = self._searcher.rank_with([*batch.values()], self._options, self._rerankers)
             self._seconds += time.perf_counter() - start
             for query_id, ranking in zip(batch, rankings, strict=True):
                 grouped = self._options.group_by

@@ -92,7 +92,7 @@ def scenes(phase: Callable[..., None], data: str, folder: str) -> None:
         at += [] if name == "index" else ["rerank=[]"]  # no rerank tokens stored
         phase(f"evaluate {name}", evaluate.main, "jobs/specs/shapes_evaluate.yaml", *at)
     phase("compare", evaluate.main, "compare", *found)
-    options = ["--representation", "samer_8", "--k", "5", "--rerank", f"edje={EDJE}"]
+    options = ["--representation", "samer_8", "--k", "5", "--rerank", "edje", f"model={EDJE}"]
     options += ["--save-sheet", f"{folder}/edje.png"]
     phase("search and rerank", search.main, f"{folder}/index", FIRST, *options)
 

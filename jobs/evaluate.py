@@ -28,7 +28,7 @@ Optional analyses:
                                      or metadata.KEY
     candidates=[{generator: lemur}]  recall of the exact results and latency of a candidate
                                      generator, by the number of candidates
-    rerank=[{model: FOLDER}]         rows with candidates of a first stage reranked by EDJE
+    rerank=[{name: edje, model: FOLDER}]  the gain and the cost of rerankers of the best results
 
 scores=[maxsim,fused] adds rows with the fused score of MaxSim and BM25 (`maxray add candidates
 INDEX bm25`), compared with MaxSim; `fusion` has its settings. --fit-fusion chooses the settings for

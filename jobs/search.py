@@ -12,13 +12,14 @@
     maxray search INDEX "a query" --score fused --fusion weights.bm25=0.25
     maxray search INDEX --queries queries.jsonl --k 100 --run out/full.trec
     maxray search INDEX --queries queries.jsonl --run out/full.trec --actors 4
-    maxray search INDEX "a query" --rerank edje=out/edje/model --rerank-depth 20
+    maxray search INDEX "a query" --rerank edje model=out/edje/model top=20
+    maxray search INDEX "a query" --rerank cross_encoder model=cross-encoder/ms-marco-MiniLM-L6-v2
     maxray search INDEX --image photo.jpg
     maxray search INDEX "but in red" --image photo.jpg
     maxray search INDEX --query-vectors query.npy
     maxray search FEDERATION.yaml "a query"         # several indexes as one
     maxray search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
-    maxray search INDEX "a red car" --rerank edje=FOLDER --k 5 --save-sheet out/red.png
+    maxray search INDEX "a red car" --rerank edje model=FOLDER --k 5 --save-sheet out/red.png
 
 Prints the hits with their best passages. The words that contribute most to the score are marked,
 followed by the box or the times of each passage. --json prints one JSON object per hit with all
@@ -39,9 +40,10 @@ See docs/tutorials/federation.md. A member that fails is reported, and the other
 
 NAME@K searches the first K vectors of each item of a representation with nested vectors.
 
---rerank reorders the best hits (10, or --rerank-depth) with EDJE's joint encoder. It scores a text
-query with the stored tokens of each hit, which `maxray add tokens` adds to an index, and an image
-query with the text of each hit. Hits without tokens or text keep their ranks and are flagged.
+--rerank reorders the best `top` hits (10) with a model that reads the query and each hit together.
+Its arguments are the name of a reranker and the fields of its spec. If repeated, each reranker
+reorders the best hits of the one before. Hits that cannot be read keep their ranks and are flagged.
+See docs/tutorials/reranking.md.
 
 --save-maps writes the page, image, video frame or audio waveform of each hit as a PNG with the
 matching words highlighted, for the whole query and for each query token, and the values as JSON.
@@ -71,7 +73,7 @@ from pipeline.search.scores import SCORES
 if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.options import SearchOptions
     from pipeline.search.query import AnyQuery
-    from pipeline.search.rerank import Reranker
+    from pipeline.search.rerankers import Reranker
     from pipeline.search.results import Hit
     from pipeline.search.searcher import Searcher
 
@@ -92,8 +94,6 @@ FLAGS: dict[str, dict[str, Any]] = {
     "candidates": {"metavar": "GENERATOR"},
     "num_candidates": {"type": Assigned, "metavar": "N"},
 }
-#: Values of `pipeline.schema.Precision`, copied because that module imports Arrow.
-PRECISIONS = ("float32", "bfloat16", "float16", "int8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if jobs.is_spec(args.index):
         _search_federation(queries, options, args)
         return
-    reranker = _reranker(args)
+    rerankers = _rerankers(args)
     with _open(args) as searcher:
         _hint(searcher, options)
         given = options
@@ -113,9 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.query_vectors:
             _queries.check_vectors(searcher, queries, options.column)
         if args.run:
-            _runs.write(args.run, searcher, queries, options, reranker)
+            _runs.write(args.run, searcher, queries, options, rerankers)
         else:
-            _search(searcher, queries, given, options, reranker, args)
+            _search(searcher, queries, given, options, rerankers, args)
 
 
 def _parse(arguments: Sequence[str] | None) -> Namespace:
@@ -124,9 +124,6 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     for option, path in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
         if path and (args.run or args.queries or args.json):
             parser.error(f"{option} requires a single query and no --run or --json")
-    for option in ("rerank_depth", "add_first_stage", "precision"):
-        if getattr(args, option) and not args.rerank:
-            parser.error(f"--{option.replace('_', '-')} requires --rerank edje=FOLDER")
     if args.save_sheet and not (args.query and not args.image):
         parser.error("--save-sheet requires a text query")
     if args.json and args.run:
@@ -178,17 +175,14 @@ def _check_outputs(args: Namespace) -> None:
         check_writable(args.save_sheet, "save-sheet", as_file=True)
 
 
-def _reranker(args: Namespace) -> Reranker | None:
+def _rerankers(args: Namespace) -> Sequence[Reranker[Any]]:
     if args.rerank is None:
-        return None
-    name, _, folder = args.rerank.partition("=")
-    if name != "edje" or not folder:
-        raise SpecError("rerank", args.rerank, "edje=FOLDER, where FOLDER holds a trained EDJE")
-    from pipeline.schema import DEFAULT_RERANK_DEPTH
-    from pipeline.search.rerank import Reranker
+        return ()
+    from pipeline.config import override
+    from pipeline.search.rerankers import load_rerankers
 
-    depth = args.rerank_depth or DEFAULT_RERANK_DEPTH
-    return Reranker(folder, depth, args.add_first_stage, args.precision)
+    specs = [override({"name": name}, assignments) for name, *assignments in args.rerank]
+    return load_rerankers(specs if len(specs) > 1 else specs[0])
 
 
 @contextlib.contextmanager
@@ -237,7 +231,7 @@ def _search(
     queries: Mapping[str, AnyQuery],
     given: SearchOptions,
     options: SearchOptions,
-    reranker: Reranker | None,
+    rerankers: Sequence[Reranker[Any]],
     args: Namespace,
 ) -> None:
     from pipeline.search.map_files import write_hit_maps, write_hit_sheet
@@ -247,7 +241,7 @@ def _search(
     is_merged = info.assignment_form == "assignment"
     is_ambiguous = is_merged and token_representation(searcher.index, info) is None
     for batch in _runs.batches(queries):
-        hits_of_queries = searcher.search_with(list(batch.values()), given, reranker)
+        hits_of_queries = searcher.search_with(list(batch.values()), given, rerankers)
         for (query_id, query), hits in zip(batch.items(), hits_of_queries, strict=True):
             _print_hits(query_id, query, hits, args, is_single=len(queries) == 1)
             if args.json:
@@ -259,7 +253,7 @@ def _search(
                     file=sys.stderr,
                 )
             if num_tokens := max(
-                (hit.edje.num_truncated_tokens for hit in hits if hit.edje), default=0
+                (hit.rerank.num_truncated_tokens for hit in hits if hit.rerank), default=0
             ):
                 text = "the query" if isinstance(query, str) else "the text of a hit"
                 print(f"the reranker truncated {text} by {num_tokens:,} tokens")
@@ -351,20 +345,11 @@ def _parser() -> jobs.Parser:
         parser.add_argument(*flags, dest=name, help=text.replace("%", "%%"), **settings)
     parser.add_argument("--version", type=int, help="version of the index (default: the newest)")
     parser.add_argument(
-        "--rerank", metavar="edje=FOLDER", help="rerank with the EDJE model in this folder"
-    )
-    parser.add_argument(
-        "--rerank-depth", type=jobs.positive, help="number of hits to rerank (default: 10)"
-    )
-    parser.add_argument(
-        "--add-first-stage",
-        action="store_true",
-        help="add the score of the first stage to that of the reranker",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        help="precision of the reranker (default: that of its folder)",
+        "--rerank",
+        nargs="+",
+        action="append",
+        metavar=("NAME", "FIELD=VALUE"),
+        help="reranker and the fields of its spec, such as model=FOLDER top=20; may be repeated",
     )
     parser.add_argument(
         "--actors", type=jobs.positive, metavar="N", help="search N shards in Ray actors"

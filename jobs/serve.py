@@ -6,7 +6,7 @@ r"""Serves indexes over HTTP: search page, search, reranking, encoding and evalu
     maxray serve federation.yaml                            # several indexes as one, and each
     maxray serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.max_k=100
     maxray serve --spec settings.yaml timeouts.search_s=5
-    maxray serve out/photos/index indexes.photos.edje=out/edje/model   # EDJE reranking
+    maxray serve out/photos/index 'indexes.photos.rerank={name: edje, model: out/edje/model}'
     maxray serve key --name ann >> keys.yaml                # create an access key
     curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \
          -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
@@ -204,6 +204,7 @@ def _check_address(host: str, port: int, settings: ServeSpec) -> None:
 def _check_indexes(settings: ServeSpec) -> None:
     from pipeline.index.filters import check_filter
     from pipeline.index.reader import IndexReader
+    from pipeline.registry import RERANKERS
     from pipeline.search.candidates import EXACT, generator_columns, slow_search_hint
     from pipeline.search.federation import join_notes
     from pipeline.search.options import SearchOptions, representation_info
@@ -231,12 +232,15 @@ def _check_indexes(settings: ServeSpec) -> None:
                     generator_columns(index, info, candidates.generator)
                 except SpecError as error:
                     raise error.at("generator") from None
-        if served.edje is not None:
-            from pipeline.encoders.edje.model import read_metadata
-            from pipeline.search.rerank import check_stored
+        for number, spec in enumerate(served.rerank):
+            with within(f"indexes.{name}.rerank[{number}]"):
+                RERANKERS.load(spec.name).check_spec(spec)
+                if spec.name == "edje":
+                    from pipeline.encoders.edje.model import read_metadata
+                    from pipeline.search.rerankers.edje import check_stored
 
-            field = f"indexes.{name}.edje"
-            check_stored(read_metadata(served.edje, field), served.edje, index, field)
+                    folder = vars(spec)["model"]
+                    check_stored(read_metadata(folder, "model"), folder, index, "model")
     for name, federation in settings.federations.items():
         readers = {}
         for key, member in federation.members.items():

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # Components are imported on first use.
     from pipeline.eval import Benchmark
     from pipeline.search.generators import Generator
     from pipeline.search.generators.bm25 import Bm25
+    from pipeline.search.rerankers import Reranker
     from pipeline.train.data.base import TrainingData
     from pipeline.train.learner import Learner
 else:
@@ -289,6 +290,18 @@ CANDIDATES: Registry[Generator[Any] | Bm25] = Registry(
         "pq": "pipeline.search.generators.pq:Pq",
     },
 )
+RERANKERS: Registry[Reranker[Any]] = Registry(
+    "rerankers",
+    {
+        "blip": "pipeline.search.rerankers.blip:Blip",
+        "cross_encoder": "pipeline.search.rerankers.cross_encoder:TextCrossEncoder",
+        "edje": "pipeline.search.rerankers.edje:Edje",
+        "http": "pipeline.search.rerankers.http:HttpReranker",
+        "jina_m0": "pipeline.search.rerankers.jina_m0:JinaM0",
+        "monoqwen2_vl": "pipeline.search.rerankers.monoqwen2_vl:MonoQwen2VL",
+        "qwen3_vl": "pipeline.search.rerankers.qwen3_vl:Qwen3VL",
+    },
+)
 BENCHMARKS: Registry[Benchmark] = Registry(
     "benchmarks",
     {
@@ -374,6 +387,17 @@ def _resolve_source(value: Any) -> ComponentSpec:
         raise error.at(error.field.removeprefix("sources")) from None
 
 
+def _resolve_rerankers(values: Any) -> list[ComponentSpec]:
+    """Resolves the specs of rerankers: one, or a list."""
+    if not isinstance(values, list):
+        return [RERANKERS.resolve(values)]
+    specs = []
+    for number, value in enumerate(values):
+        with within(f"[{number}]"):
+            specs.append(RERANKERS.resolve(value))
+    return specs
+
+
 def _or_none(registry: Registry[Any]) -> Callable[[Any], ComponentSpec | None]:
     return lambda value: None if value is None else registry.resolve(value)
 
@@ -388,6 +412,8 @@ CodecSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CODECS.reso
 GeneratorSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CANDIDATES.resolve)]
 LearnerSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(LEARNERS.resolve)]
 TrainingDataSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(TRAINING_DATA.resolve)]
+#: Rerankers, given as one or a list. They are applied one after another.
+RerankerSpecs = Annotated[list[SerializeAsAny[ComponentSpec]], BeforeValidator(_resolve_rerankers)]
 BenchmarkSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(BENCHMARKS.resolve)]
 
 

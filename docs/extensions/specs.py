@@ -24,6 +24,7 @@ COMPONENTS: dict[str, registry.Registry[Any]] = {
     "compressors": registry.COMPRESSORS,
     "codecs": registry.CODECS,
     "candidates": registry.CANDIDATES,
+    "rerankers": registry.RERANKERS,
     "benchmarks": registry.BENCHMARKS,
     "learners": registry.LEARNERS,
     "training data": registry.TRAINING_DATA,

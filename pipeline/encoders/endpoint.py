@@ -1,4 +1,4 @@
-"""Client of embedding endpoints: OpenAI's `/v1/embeddings` and vLLM's `/pooling`.
+"""Client of endpoints of models, such as OpenAI's `/v1/embeddings` and vLLM's `/pooling`.
 
 Requests are repeated after statuses 429 and 5xx, timeouts and broken connections, with an
 exponential delay or the one that the server requests with `Retry-After`. Every response is checked
@@ -22,7 +22,7 @@ import httpx2
 import numpy as np
 from pydantic import Field, PositiveFloat, field_validator
 
-from pipeline.config import ComponentSpec, JobError, SpecError
+from pipeline.config import ComponentSpec, JobError, Spec, SpecError
 from pipeline.data.decode import Unreadable
 from pipeline.runtime.retries import is_transient, retry_delay
 
@@ -37,7 +37,7 @@ OUTAGE_S = 30.0
 MAX_DETAIL = 300
 
 
-class EndpointSpec(ComponentSpec):
+class EndpointFields(Spec):
     """Server, model and limits of requests."""
 
     url: str
@@ -46,11 +46,6 @@ class EndpointSpec(ComponentSpec):
     """
     model: str = Field(min_length=1)
     """Name of the model, which the server must report with every response."""
-    api: Literal["embeddings", "pooling"] = "embeddings"
-    """Interface of the server: OpenAI's `/v1/embeddings` with one vector per item, or vLLM's
-    `/pooling` with one vector per token."""
-    dim: int = Field(ge=1)
-    """Width of the vectors, which every response must have."""
     max_concurrency: int = Field(8, ge=1)
     """Maximum number of concurrent requests per actor."""
     timeout_s: PositiveFloat = 60.0
@@ -85,6 +80,16 @@ class EndpointSpec(ComponentSpec):
         return name
 
 
+class EndpointSpec(EndpointFields, ComponentSpec):
+    """Server, model and width of the vectors."""
+
+    api: Literal["embeddings", "pooling"] = "embeddings"
+    """Interface of the server: OpenAI's `/v1/embeddings` with one vector per item, or vLLM's
+    `/pooling` with one vector per token."""
+    dim: int = Field(ge=1)
+    """Width of the vectors, which every response must have."""
+
+
 class EndpointError(JobError, OSError):
     """Raised if an endpoint cannot be reached or fails after all attempts."""
 
@@ -96,7 +101,7 @@ class ResponseError(JobError):
 class Endpoint:
     """Client of one model behind an endpoint."""
 
-    def __init__(self, spec: EndpointSpec):
+    def __init__(self, spec: EndpointFields):
         self._spec = spec
         self._key = _api_key(spec)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
@@ -124,13 +129,28 @@ class Endpoint:
         if response.status_code == 404:
             return
         self._check_status(response)
-        content = _parse_json(response.content)
+        content = parse_json(response.content)
         try:
             names = [str(model["id"]) for model in content["data"]]
         except (KeyError, TypeError):
             raise ResponseError(f"{spec.url}/v1/models must list models with an id") from None
         if spec.model not in names:
             raise SpecError.unknown_name("model", spec.model, names, "is not served at url")
+
+    def post(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+        """Yields the responses to requests, in order. Requests are concurrent.
+
+        Raises:
+            EndpointError: The endpoint fails after all attempts.
+            Unreadable: The endpoint rejects a request.
+            SpecError: The endpoint rejects the API key or the model.
+        """
+        return self._pool.map(lambda body: self._post(path, body), bodies)
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        response = self._request("POST", path, {"model": self._spec.model, **body})
+        self._check_status(response)
+        return response.content
 
     def embed(self, bodies: Sequence[Mapping[str, Any]]) -> Iterator[list[np.ndarray]]:
         """Yields the vectors of requests, (M, dim) per input, in order. Requests are concurrent.
@@ -147,12 +167,12 @@ class Endpoint:
         return self._pool.map(self._embed, bodies)
 
     def _embed(self, body: Mapping[str, Any]) -> list[np.ndarray]:
-        options: dict[str, Any] = {"model": self._spec.model, "encoding_format": "float"}
-        if self._spec.api == "pooling":
+        spec: Any = self._spec
+        options: dict[str, Any] = {"encoding_format": "float"}
+        if spec.api == "pooling":
             options["task"] = "token_embed"
-        response = self._request("POST", PATHS[self._spec.api], {**options, **body})
-        self._check_status(response)
-        return read_vectors(response.content, len(body.get("input", [0])), self._spec)
+        content = self._post(PATHS[spec.api], {**options, **body})
+        return read_vectors(content, len(body.get("input", [0])), spec)
 
     def _request(
         self, method: str, path: str, body: Any = None, max_tries: int | None = None
@@ -188,7 +208,8 @@ class Endpoint:
             variable = spec.api_key_variable
             raise SpecError("api_key_variable", variable, rule, note=f" ({spec.url}: {detail})")
         if status == 404:
-            rule = f"a model that {spec.url} serves with api={spec.api}"
+            path = urlsplit(str(response.url)).path
+            rule = f"a model that {spec.url} serves at {path}"
             raise SpecError("model", spec.model, rule, note=f" ({detail})")
         if 400 <= status < 500:
             raise Unreadable("rejected by the endpoint", detail)
@@ -202,7 +223,7 @@ class Endpoint:
         return f"status {response.status_code} {text}".rstrip()
 
 
-def _api_key(spec: EndpointSpec) -> str | None:
+def _api_key(spec: EndpointFields) -> str | None:
     if spec.api_key_variable is None:
         return None
     key = os.environ.get(spec.api_key_variable)
@@ -220,7 +241,8 @@ def _describe(error: httpx2.TransportError | None) -> str:
     return f"{type(error).__name__} ({error})" if str(error) else type(error).__name__
 
 
-def _parse_json(content: bytes) -> Any:
+def parse_json(content: bytes) -> Any:
+    """Parses a response, or raises `ResponseError`."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
@@ -234,7 +256,7 @@ def read_vectors(content: bytes, num_inputs: int, spec: EndpointSpec) -> list[np
     Raises:
         ResponseError: The model, the number of results, the shape or the values are not valid.
     """
-    response = _parse_json(content)
+    response = parse_json(content)
     try:
         model, results = response["model"], response["data"]
         values = {

@@ -214,9 +214,9 @@ class TimedSequenceWriter(SequenceWriter):
     def add_media(self, tokens: MediaTokens, boundaries: Sequence[int]) -> None:
         """Appends image or audio tokens between the ids of their boundary tokens."""
         self.flush()
-        self._add([boundaries[0]], SPECIAL)
+        self.add_ids([boundaries[0]], SPECIAL)
         self._add_media_tokens(tokens, self._next)
-        self._add([boundaries[1]], SPECIAL)
+        self.add_ids([boundaries[1]], SPECIAL)
 
     def add_interleaved(self, video: MediaTokens, audio: MediaTokens, length: int) -> None:
         """Appends a video and its audio, interleaved in chunks of `length` positions in time."""
@@ -239,14 +239,14 @@ class TimedSequenceWriter(SequenceWriter):
         """Appends boundary tokens that share one position."""
         position = torch.full((1, 3), self._next)
         for token_id in ids:
-            self._add([token_id], SPECIAL, positions=position)
+            self.add_ids([token_id], SPECIAL, positions=position)
 
     def _add_media_tokens(self, tokens: MediaTokens, origin: int) -> None:
         self.extents.append((len(self.ids), tokens.extents))
         ids = [tokens.pad] * len(tokens.extents)
-        self._add(ids, tokens.kind, positions=tokens.positions + origin)
+        self.add_ids(ids, tokens.kind, positions=tokens.positions + origin)
 
-    def _add(
+    def add_ids(
         self,
         ids: list[int],
         kind: int,
@@ -254,9 +254,10 @@ class TimedSequenceWriter(SequenceWriter):
         span: tuple[int, int] = (-1, -1),
         positions: torch.Tensor | None = None,
     ) -> None:
+        """Appends tokens by their ids, at given positions or after the last one."""
         if not ids:
             return
-        super()._add(ids, kind, type, span)
+        super().add_ids(ids, kind, type, span)
         if positions is None:
             positions = torch.arange(self._next, self._next + len(ids)).unsqueeze(1).expand(-1, 3)
         self._positions.append(positions)

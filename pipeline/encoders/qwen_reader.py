@@ -74,7 +74,7 @@ class SequenceWriter:
                 self.add_text(piece)
             else:
                 self.flush()
-                self._add([piece], SPECIAL if piece in self._reader.special else PROMPT)
+                self.add_ids([piece], SPECIAL if piece in self._reader.special else PROMPT)
 
     def add_text(self, text: str, is_content: bool = False) -> None:
         """Appends text without special tokens. Only tokens of content have spans."""
@@ -90,17 +90,17 @@ class SequenceWriter:
         """
         self.flush()
         boundaries = self._reader.vision_boundaries
-        self._add(boundaries[:1], SPECIAL)
+        self.add_ids(boundaries[:1], SPECIAL)
         self.extents.append((len(self.ids), extents))
-        self._add([pad] * len(extents), VISUAL, type)
-        self._add(boundaries[1:], SPECIAL)
+        self.add_ids([pad] * len(extents), VISUAL, type)
+        self.add_ids(boundaries[1:], SPECIAL)
 
     def finish(self) -> None:
         """Appends the tokens that the tokenizer adds to every text, unless already present."""
         self.flush()
         suffix_ids = self._reader.suffix_ids
         if self.ids[len(self.ids) - len(suffix_ids) :] != suffix_ids:
-            self._add(suffix_ids, SPECIAL)
+            self.add_ids(suffix_ids, SPECIAL)
 
     def flush(self) -> None:
         """Tokenises the text since the last special token."""
@@ -120,17 +120,18 @@ class SequenceWriter:
         for token_id, (start, stop) in zip(ids, offsets, strict=True):
             if start < last and stop > first:
                 span = (max(start, first) - first, min(stop, last) - first)
-                self._add([token_id], TEXT, span=span)
+                self.add_ids([token_id], TEXT, span=span)
             else:
-                self._add([token_id], PROMPT)
+                self.add_ids([token_id], PROMPT)
 
-    def _add(
+    def add_ids(
         self,
         ids: list[int],
         kind: int,
         type: int = TEXT_TYPE,
         span: tuple[int, int] = (-1, -1),
     ) -> None:
+        """Appends tokens of a kind and a type by their ids."""
         self.ids += ids
         self.kinds += [kind] * len(ids)
         self.types += [type] * len(ids)

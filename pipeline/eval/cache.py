@@ -44,6 +44,7 @@ class Measurements(CacheEntry):
     median_ms: float
     p95_ms: float
     maxsim_ops: float
+    rerank_usage: dict[str, float] = {}
 
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import posixpath
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,7 +47,7 @@ from pipeline.eval.results import (
 from pipeline.eval.rows import Candidates, Row, planned_rows
 from pipeline.eval.spec import (
     EvaluateSpec,
-    RerankSpec,
+    RerankRow,
     headline_measure,
     with_main_measure,
 )
@@ -61,6 +61,9 @@ from pipeline.registry import BENCHMARKS
 from pipeline.runtime.atomic import check_writable
 from pipeline.search.fusion import FUSED
 from pipeline.search.searcher import Searcher, open_index
+
+if TYPE_CHECKING:  # imported for evaluations with rerankers only
+    from pipeline.search.rerankers import Reranker
 
 #: Recommended number of seeds of random pruning, as in SAP's appendix C.
 NUM_SEEDS = 5
@@ -109,6 +112,7 @@ def run(
     inputs = _load(spec, benchmark or BENCHMARKS.build(spec.benchmark))
     for line in inputs.notes:
         report(line)
+    inputs.ranker.report = report
     _check_names(inputs)
     categories = _document_categories(inputs)
     phrases = _phrases(inputs, report)
@@ -158,7 +162,7 @@ def _load(spec: EvaluateSpec, benchmark: Benchmark) -> _Inputs:
     notes += filter(None, (isotropy_remark(searcher.index, name) for name in first.values()))
     for row in plan:
         if row.rerank is not None:  # fails before any row is scored
-            ranker.reranker(row.rerank)
+            ranker.rerankers(row.rerank)
     headline = headline_measure(spec, judged)
     return _Inputs(spec, benchmark, judged, headline, searcher, num_items, ranker, plan, notes)
 
@@ -427,7 +431,8 @@ def _check_names(inputs: _Inputs) -> None:
     """Raises `SpecError` if the spec names a row or a method that the evaluation will not have."""
     if not (inputs.spec.comparisons or inputs.spec.labels):
         return
-    empty = Measurements(rankings={}, values={}, **dict.fromkeys(COSTS, 0.0))
+    costs: dict[str, Any] = dict.fromkeys(COSTS, 0.0)
+    empty = Measurements(rankings={}, values={}, **costs)
     rows = merge_seeds([_row_result(inputs, row, empty, empty) for row in inputs.plan])
     names = [result.name for result in rows]
     for number, pair in enumerate(inputs.spec.comparisons):
@@ -448,14 +453,14 @@ def _row_result(inputs: _Inputs, row: Row, entry: Measurements, exact: Measureme
         first_stage = f"{row.representation}.maxsim" if maxsim in inputs.plan else ""
         result = replace(result, fusion=dump(spec.fusion), first_stage=first_stage)
     if row.rerank is not None:
-        result = _reranked(result, row.rerank, inputs.ranker.reranker(row.rerank).num_parameters)
+        result = _reranked(result, row.rerank, inputs.ranker.rerankers(row.rerank), entry)
     if row.candidates is not None:
         result = _from_candidates(result, row.candidates, entry, exact, spec.k)
     return result
 
 
 def _result(searcher: Searcher, row: Row, entry: Measurements) -> Result:
-    measured = entry.model_dump(exclude={"rankings"})
+    measured = entry.model_dump(exclude={"rankings", "rerank_usage"})
     if row.score == BM25:
         return Result(BM25, BM25, None, BM25, "", **measured)
     info = searcher.index.representation(row.representation)
@@ -478,25 +483,25 @@ def _result(searcher: Searcher, row: Row, entry: Measurements) -> Result:
     )
 
 
-def _reranked(result: Result, spec: RerankSpec, num_parameters: int) -> Result:
+def _reranked(
+    result: Result, row: RerankRow, rerankers: Sequence[Reranker[Any]], entry: Measurements
+) -> Result:
+    known = [r.num_parameters for r in rerankers if r.num_parameters is not None]
     settings = {
-        "model": spec.model,
-        "rerank_depth": spec.rerank_depth,
-        "add_first_stage": spec.add_first_stage,
-        "precision": spec.precision,
-        "parameters": num_parameters,
+        "rerankers": [dump(reranker.spec) for reranker in rerankers],
+        "parameters": sum(known) if len(known) == len(rerankers) else None,
     }
     return replace(
         result,
-        representation=spec.row,
-        method=spec.name,
-        score=spec.name,
+        representation=row.row,
+        method=row.method,
+        score=row.method,
         num_vectors=None,
         compressor={},
         codec={"name": "float16"},
         weights=None,
         first_stage=result.name,
-        rerank=settings,
+        rerank={**settings, **entry.rerank_usage},
     )
 
 

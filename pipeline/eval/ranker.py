@@ -20,9 +20,9 @@ from pipeline.eval.diagnose import Diagnoser, uncompressed_representation
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.example_selection import NUM_HITS
 from pipeline.eval.metrics import per_query
-from pipeline.eval.results import BM25, EDJE, SINGLE_VECTOR, SIZES, Result
+from pipeline.eval.results import BM25, SINGLE_VECTOR, SIZES, Result
 from pipeline.eval.rows import Row
-from pipeline.eval.spec import EvaluateSpec, RerankSpec
+from pipeline.eval.spec import EvaluateSpec, RerankRow
 from pipeline.eval.topics import judged_query_vectors
 from pipeline.index.columns import RERANK_TOKENS
 from pipeline.index.info import RepresentationInfo
@@ -38,7 +38,7 @@ from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher
 
 if TYPE_CHECKING:
-    from pipeline.search.rerank import Reranker
+    from pipeline.search.rerankers import Reranker, RerankerSpec
 
 T = TypeVar("T")
 AnyQueries = EncodedQueries | list[np.ndarray]
@@ -58,6 +58,9 @@ class Ranker:
     Args:
         encoded: Encoded queries by fingerprint of the encoder, which rankers of several indexes
             share.
+
+    Attributes:
+        report: Function that reports the progress of rerankers, if any.
     """
 
     def __init__(
@@ -75,8 +78,9 @@ class Ranker:
         self._vectors_hash = self._vectors and _vectors_digest(self._vectors)
         self._query_ids, self._texts = list(judged.queries), list(judged.queries.values())
         self._diagnoser: Diagnoser | None = None
-        self._rerankers: dict[str, Reranker] = {}
-        self._loaded: dict[tuple[str, str, str | None], Reranker] = {}
+        self._rerankers: dict[str, list[Reranker[Any]]] = {}
+        self._models: dict[RerankerSpec, Reranker[Any]] = {}
+        self.report: Callable[[str], None] | None = None
         options = judged.options()
         judgments = [judged.queries, judged.qrels, spec.judged, *([options] if options else [])]
         self.judgments = digest(judgments)
@@ -106,7 +110,7 @@ class Ranker:
     def _options(self, row: Row, **changes: Any) -> SearchOptions:
         spec, depth = self._spec, self._k
         if row.rerank is not None:
-            depth = max(depth, row.rerank.rerank_depth)
+            depth = max(depth, row.rerank.top)
         fields: dict[str, Any] = {"representation": row.representation, "score": row.score}
         fields |= {"k": depth, "group_by": self._group_by, "filter": spec.filter}
         fields["candidates"] = EXACT
@@ -119,41 +123,31 @@ class Ranker:
             fields |= {"candidates": row.candidates.generator, "num_candidates": number}
         return parse(SearchOptions, {**fields, **changes})
 
-    def reranker(self, spec: RerankSpec) -> Reranker:
-        """Returns the reranker of a row, loaded once."""
-        if spec.row not in self._rerankers:
-            loaded = self._load_reranker(spec)
-            self._rerankers[spec.row] = loaded.with_depth(spec.rerank_depth, spec.add_first_stage)
-        return self._rerankers[spec.row]
+    def rerankers(self, row: RerankRow) -> list[Reranker[Any]]:
+        """Returns the rerankers of a row, loaded once."""
+        if row.row not in self._rerankers:
+            from pipeline.search.rerankers import load_rerankers
 
-    def _load_reranker(self, spec: RerankSpec) -> Reranker:
-        """Returns the reranker for a model and a precision; rows of different depths share it."""
-        key = spec.name, spec.model, spec.precision
-        if key not in self._loaded:
-            from pipeline.search.rerank import Reranker
-
+            first = [next(self._judged.inputs(self._judged.queries))]
+            queries = self._texts if self._judged.images is None else first
+            field = f"rerank[{self._spec.rerank.index(row)}]"
+            specs: list[Any] = row.rerankers
             try:
-                if spec.name == "blip":
-                    from pipeline.search.blip import BlipReranker
-
-                    reranker: Reranker = BlipReranker(spec.model)
-                else:
-                    reranker = Reranker(spec.model, precision=spec.precision)
-                first = [next(self._judged.inputs(self._judged.queries))]
-                queries = self._texts if self._judged.images is None else first
-                reranker.check(self._searcher.index, queries)
+                loaded = load_rerankers(specs if len(specs) > 1 else specs[0], self._models)
+                for reranker in loaded:
+                    reranker.check(self._searcher.index, queries)
             except SpecError as error:
-                field = f"rerank[{self._spec.rerank.index(spec)}].model"
-                raise error.at(field) from None
-            self._loaded[key] = reranker
-        return self._loaded[key]
+                if not error.field.startswith("rerank"):
+                    raise
+                raise error.at(error.field.replace("rerank", field, 1)) from None
+            self._rerankers[row.row] = loaded
+        return self._rerankers[row.row]
 
-    def _rerank_key(self, spec: RerankSpec) -> list[Any]:
-        index, reranker = self._searcher.index, self.reranker(spec)
-        read = [RERANK_TOKENS] if spec.name == EDJE else ["item_id", "revision", "text"]
-        stored = index.content_key(read)
-        fingerprints = reranker.metadata["fingerprints"]
-        return [stored, fingerprints, spec.rerank_depth, spec.add_first_stage, spec.precision]
+    def _rerank_key(self, row: RerankRow) -> list[Any]:
+        index, rerankers = self._searcher.index, self.rerankers(row)
+        options = [[r.fingerprint, r.spec.top, r.spec.add_first_stage] for r in rerankers]
+        stored = index.content_key([name for r in rerankers for name in r.columns])
+        return [stored, options]
 
     def weights(self, score: str) -> list[float] | None:
         """Returns the weights of the hybrid score, or None if they are equal."""
@@ -197,16 +191,35 @@ class Ranker:
     def measure(self, row: Row) -> Measurements:
         """Ranks all queries by a row in one batch, and then some of them individually."""
         rank = self._bm25_ranker() if row.score == BM25 else self._vector_ranker(row)
-        return self.measure_ranking(rank, maxsim_ops=self._maxsim_ops(row), **self._row_sizes(row))
+        costs: dict[str, Any] = {"maxsim_ops": self._maxsim_ops(row), **self._row_sizes(row)}
+        if row.rerank is None:
+            return self.measure_ranking(rank, **costs)
+        from pipeline.search.rerankers import usage_fields
 
-    def measure_ranking(self, rank_in_pool: RankInPool, **costs: float) -> Measurements:
-        """Measures a ranking, whose sizes and `maxsim_ops` are known. See `Measurements`."""
+        rerankers = self.rerankers(row.rerank)
+        for reranker in rerankers:
+            reranker.report = self.report
+        take_usage = functools.partial(usage_fields, rerankers)
+        return self.measure_ranking(rank, take_usage, **costs)
+
+    def measure_ranking(
+        self,
+        rank_in_pool: RankInPool,
+        take_usage: Callable[[], dict[str, float]] = dict,
+        **costs: float,
+    ) -> Measurements:
+        """Measures a ranking, whose sizes and `maxsim_ops` are known. See `Measurements`.
+
+        `take_usage` returns the usage of rerankers since the last call.
+        """
         rank = functools.partial(self._by_pool, rank_in_pool)
         all_queries = range(len(self._judged.queries))
         rank(all_queries[:1])  # warm-up
+        take_usage()
         start = time.perf_counter()
         ranked = rank(all_queries)
         seconds = time.perf_counter() - start
+        usage = take_usage()
         latencies_ms = []
         for number in all_queries[:NUM_TIMED_QUERIES]:
             query_start = time.perf_counter()
@@ -220,6 +233,7 @@ class Ranker:
             rankings=rankings,
             values=per_query(rankings, self._judged.qrels, self._spec.measures),
             **costs,
+            rerank_usage=usage,
             queries_per_second=len(all_queries) / seconds,
             median_ms=float(np.median(latencies_ms)),
             p95_ms=float(np.percentile(latencies_ms, 95)),
@@ -257,7 +271,9 @@ class Ranker:
         for column in self._codes_columns(row):
             for name in ("vector_bytes", "all_bytes"):
                 sizes[name] += self._searcher.scorer.codes(column).item_bytes
-        if row.rerank is not None and row.rerank.name == EDJE:
+        if row.rerank is not None and any(
+            RERANK_TOKENS in reranker.columns for reranker in self.rerankers(row.rerank)
+        ):
             # Image queries are scored with the texts of items, which need no tokens.
             tokens = rerank_token_stats(index, filter) or {"tokens": 0.0, "bytes": 0.0}
             sizes["vectors_per_item"] += tokens["tokens"]
@@ -315,16 +331,16 @@ class Ranker:
         assert row.score != BM25
         candidates = EXACT if row.candidates is None else row.candidates.generator
         self._searcher.load(name, row.score, candidates)
-        reranker = row.rerank
+        rerankers = [] if row.rerank is None else self.rerankers(row.rerank)
 
         def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
             options = self._options(row, **self.restriction(pool))
             rankings = self._searcher.rank_with(self.queries_with_texts(name, numbers), options)
-            if reranker is not None:
+            if rerankers:
+                from pipeline.search.rerankers import rerank_in_turn
+
                 selected: Any = list(self._judged.inputs(self._query_ids[n] for n in numbers))
-                rankings = self.reranker(reranker).rerank(
-                    self._searcher, selected, rankings, self._k
-                )
+                rankings = rerank_in_turn(rerankers, self._searcher, selected, rankings, self._k)
             if self._group_by:
                 return [ranking.scores_by_parent() for ranking in rankings]
             return [ranking.scores_by_item() for ranking in rankings]

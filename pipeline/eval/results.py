@@ -27,15 +27,11 @@ from pipeline.registry import COMPRESSORS, short_name
 BM25: Final = "bm25"
 SINGLE_VECTOR: Final = "single_vector"
 FULL: Final = "full"
-EDJE: Final = "edje"
-BLIP: Final = "blip"
-#: Methods and scores of rerankers.
-RERANKERS: Final = (EDJE, BLIP)
 CANDIDATES: Final = "candidates"
 #: Method and score of a federation and of its members.
 FEDERATED: Final = "federated"
 #: Methods and scores of rows that are not representations by themselves.
-COMPOUND: Final = (*RERANKERS, CANDIDATES, FEDERATED)
+COMPOUND: Final = (CANDIDATES, FEDERATED)
 RESULTS = "results.json"
 
 #: A difference whose corrected p value is below this is called significant.
@@ -76,9 +72,10 @@ class Result:
 
     Attributes:
         method: Compressor with its settings except the budget; or full, single_vector, bm25 or
-            edje.
+            the names of rerankers.
         num_vectors: Budget K; None for uncompressed rows, BM25, and budgets that are a ratio.
-        score: maxsim, single_vector, hybrid, fused, bm25, edje or federated.
+        score: maxsim, single_vector, hybrid, fused, bm25, federated, or the names of
+            rerankers.
         encoder: Fingerprint of the query encoder; empty for BM25.
         values: Metrics by name, by query id.
         vectors_per_item: Mean number of stored vectors per item, or 0 for BM25, as all sizes are.
@@ -99,8 +96,9 @@ class Result:
         first_stage: Row with which a row is compared: the first stage of a reranker, the exact
             search of a candidate generator, the MaxSim score of a fused score, or the best member
             of a federation.
-        rerank: Settings of a reranker: `model`, `rerank_depth`, `precision` and
-            `add_first_stage`; and the number of its `parameters`.
+        rerank: Specs of the `rerankers` that were applied, the number of their `parameters`, and
+            their cost: `queries`, `pairs` that were scored, items that were `unread`, `seconds` and
+            HTTP `requests`. Empty for other rows.
         candidates: Settings and recall of a candidate generator: `generator`, `num_candidates`,
             `recall@10` and `recall@100`, the shares of the exact results that it finds (of at most
             `k` results).
@@ -148,7 +146,7 @@ class Result:
     @property
     def name(self) -> str:
         """Name of the run and its file, such as full.maxsim or full.hybrid-1-0.25."""
-        has_one_score = self.score in (SINGLE_VECTOR, BM25, *COMPOUND)
+        has_one_score = self.is_compound or self.score in (SINGLE_VECTOR, BM25)
         score = self.label.translate(str.maketrans(" :", "--"))
         return self.representation if has_one_score else f"{self.representation}.{score}"
 
@@ -160,9 +158,14 @@ class Result:
         return means(self.values)
 
     @property
+    def is_compound(self) -> bool:
+        """True for rows of several stages or indexes, which are not representations."""
+        return self.method in COMPOUND or bool(self.rerank)
+
+    @property
     def is_compressed(self) -> bool:
         """True for rows with a budget, False for the references that they are compared with."""
-        return self.method not in (BM25, SINGLE_VECTOR, FULL, *COMPOUND)
+        return not self.is_compound and self.method not in (BM25, SINGLE_VECTOR, FULL)
 
     @property
     def budget(self) -> Budget:
@@ -493,11 +496,11 @@ def sort_results(results: Sequence[Result]) -> list[Result]:
     BM25 is followed by single vectors, uncompressed representations, methods by descending budget,
     candidate generators and rerankers.
     """
-    order = {BM25: 0, SINGLE_VECTOR: 1, FULL: 2, CANDIDATES: 4, EDJE: 5, BLIP: 6}
+    order = {BM25: 0, SINGLE_VECTOR: 1, FULL: 2, CANDIDATES: 4}
     return sorted(
         results,
         key=lambda r: (
-            order.get(r.method, 3),
+            5 if r.rerank else order.get(r.method, 3),
             r.method,
             -(r.num_vectors or float("inf")),
             -(r.budget.ratio or float("inf")),
@@ -554,7 +557,7 @@ def pareto_front(
 def _reference(result: Result, results: Sequence[Result]) -> Result:
     if result.first_stage:
         return next((r for r in results if r.name == result.first_stage), result)
-    peers = [r for r in results if r.method not in (BM25, *COMPOUND)]
+    peers = [r for r in results if r.method != BM25 and not r.is_compound]
     peers = [r for r in peers if result.encoder in ("", r.encoder)] or [result]
     wanted = [
         [r for r in peers if r.method == FULL and r.score == result.score],

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from pipeline.config import SpecError, within
 from pipeline.eval.results import SINGLE_VECTOR
-from pipeline.eval.spec import CandidatesSpec, EvaluateSpec, RerankSpec
+from pipeline.eval.spec import CandidatesSpec, EvaluateSpec, RerankRow
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import IndexReader, combine_filters
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS, Registry
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
     representation: str
     score: Score | Literal["bm25"]
-    rerank: RerankSpec | None = None
+    rerank: RerankRow | None = None
     candidates: Candidates | None = None
 
 
@@ -129,7 +129,7 @@ def _candidates_rows(
         yield Row(name, "maxsim", candidates=Candidates(spec.generator, num_candidates))
 
 
-def _reranked_row(reranker: RerankSpec, searcher: Searcher, names: Sequence[str]) -> Row:
+def _reranked_row(reranker: RerankRow, searcher: Searcher, names: Sequence[str]) -> Row:
     name = reranker.representation or ("full" if "full" in names else names[0])
     info = searcher.representation(name)
     score: Score = reranker.score or (SINGLE_VECTOR if info.pooled_column else "maxsim")

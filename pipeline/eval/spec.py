@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from pipeline.config import Spec, SpecError, Uri
+from pipeline.config import ComponentSpec, Spec, SpecError
 from pipeline.eval import JudgedQueries
 from pipeline.eval.grounding import GeneratedPhrases
 from pipeline.eval.metrics import DEFAULT_MEASURES, MDR, parse_measure
-from pipeline.registry import BenchmarkSpec
-from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
+from pipeline.registry import BenchmarkSpec, RerankerSpecs, short_name
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, FusionSpec
 from pipeline.search.options import EQUAL_WEIGHTS, Weights
 from pipeline.search.scores import Score
 
 
-class RerankSpec(Spec):
-    """Reranker that adds a row to the table."""
+class RerankRow(Spec):
+    """Reranker that adds a row to the table, or several that are applied one after another.
 
-    name: Literal["edje", "blip"] = "edje"
-    """Kind of the reranker: EDJE, or the image-text matching head of BLIP, which reads the images
-    of the items from their source."""
-    model: Uri
-    """Folder of an EDJE model, whose tokens the index must contain, or of a BLIP checkpoint."""
-    rerank_depth: PositiveInt = DEFAULT_RERANK_DEPTH
-    """Number of first-stage items that are reranked; of a parent only the best."""
-    add_first_stage: bool = False
-    """Whether the score of the first stage is added."""
-    precision: Precision | None = None
-    """Precision of EDJE's joint encoder, or null for that of the model folder. Null for BLIP."""
+    A mapping without `rerankers` has the fields of a single reranker, besides those below.
+    """
+
+    rerankers: RerankerSpecs = Field(min_length=1)
+    """Rerankers in the order of their application."""
     representation: str | None = None
     """Representation of the first stage, or null for `full` if it is evaluated, else the first one.
     """
@@ -39,23 +38,43 @@ class RerankSpec(Spec):
     """Score of the first stage; null for `single_vector` if the representation has single vectors,
     else `maxsim`."""
     label: str = Field("", pattern=r"^[\w.-]*$")
-    """Name of the row, or empty for a generated one such as edje_10 or edje_10_int8."""
+    """Name of the row, or empty for a generated one such as edje_10, edje_10_int8 or
+    edje_50-cross_encoder_20."""
 
-    @model_validator(mode="after")
-    def _check_precision(self) -> RerankSpec:
-        is_valid = self.name != "blip" or self.precision is None
-        self.require(is_valid, "precision", "null for BLIP")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _collect(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return {"rerankers": value}
+        if isinstance(value, Mapping) and "rerankers" not in value:
+            names = cls.model_fields.keys() & value.keys()
+            reranker = {name: item for name, item in value.items() if name not in names}
+            return {"rerankers": reranker, **{name: value[name] for name in names}}
+        return value
 
     @property
     def row(self) -> str:
         """Name of the row."""
-        parts = [self.name, str(self.rerank_depth)]
-        if self.add_first_stage:
-            parts.append("added")
-        if self.precision:
-            parts.append(self.precision)
-        return self.label or "_".join(parts)
+        return self.label or "-".join(map(_title, self.rerankers))
+
+    @property
+    def method(self) -> str:
+        """Names of the rerankers."""
+        return "-".join(short_name(spec.name) for spec in self.rerankers)
+
+    @property
+    def top(self) -> int:
+        """Number of items of the first stage that are reranked."""
+        tops: list[int] = [vars(spec)["top"] for spec in self.rerankers]
+        return max(tops)
+
+
+def _title(spec: ComponentSpec) -> str:
+    fields = vars(spec)
+    parts = [short_name(spec.name), str(fields["top"])]
+    parts += ["added"] if fields["add_first_stage"] else []
+    parts += [fields["precision"]] if fields.get("precision") else []
+    return fields["label"] or "_".join(parts)
 
 
 class CandidatesSpec(Spec):
@@ -126,8 +145,8 @@ class EvaluateSpec(Spec):
     candidates: list[CandidatesSpec] = Field(default_factory=list)
     """Candidate generators, whose recall of the exact results is measured. Each number of
     candidates adds a row."""
-    rerank: list[RerankSpec] = Field(default_factory=list)
-    """Rerankers. Each adds a row."""
+    rerank: list[RerankRow] = Field(default_factory=list)
+    """Rerankers. Each entry adds a row; an entry that is a list applies several in a row."""
     comparisons: list[list[str]] = Field(default_factory=list)
     """Planned comparisons: pairs of rows such as [hpool_32.maxsim, bm25]. Their p values are
     corrected among themselves only, unlike those of the table of all rows."""
@@ -148,7 +167,7 @@ class EvaluateSpec(Spec):
 
     @field_validator("rerank")
     @classmethod
-    def _check_labels(cls, rerank: list[RerankSpec]) -> list[RerankSpec]:
+    def _check_labels(cls, rerank: list[RerankRow]) -> list[RerankRow]:
         names = [reranker.row for reranker in rerank]
         for name in names:
             if names.count(name) > 1:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import pearsonr
 
+from pipeline.config import digest
 from pipeline.eval.results import FULL, OSR, Budget, Evaluation, Result
 from pipeline.index.columns import codec_name
 
@@ -86,21 +87,24 @@ class DepthScan:
 
 def depth_scans(evaluation: Evaluation) -> list[DepthScan]:
     """Returns a scan for each reranker that was measured at two or more rerank depths."""
-    found: dict[tuple[str, str, str, bool], dict[int, Result]] = {}
+    found: dict[str, dict[int, Result]] = {}
+    models = set()
     for row in evaluation.results:
-        if settings := row.rerank:
-            precision = settings["precision"] or ""
-            key = (row.first_stage, settings["model"], precision, settings["add_first_stage"])
-            found.setdefault(key, {})[settings["rerank_depth"]] = row
+        if row.rerank:
+            first, *others = row.rerank["rerankers"]
+            fields = {**first, "top": None, "label": ""}
+            found.setdefault(digest([row.first_stage, fields, others]), {})[first["top"]] = row
+            models.add((row.method, first.get("model")))
     rows = {row.name: row for row in evaluation.results}
-    has_several_models = len({model for _, model, _, _ in found}) > 1
     scans = []
-    for (first, model, precision, is_added), by_depth in found.items():
+    for by_depth in found.values():
         if len(by_depth) > 1:
-            kind = next(iter(by_depth.values())).method.upper()
-            words = [kind, model * has_several_models, precision, f"after {first}"]
-            name = " ".join(filter(None, words)) + ", scores added" * is_added
-            scans.append(DepthScan(name, rows[first], dict(sorted(by_depth.items()))))
+            row = next(iter(by_depth.values()))
+            spec = row.rerank["rerankers"][0]
+            model = spec.get("model") or "" if len(models) > 1 else ""
+            words = [row.method.upper(), model, spec.get("precision"), f"after {row.first_stage}"]
+            name = " ".join(filter(None, words)) + ", scores added" * spec["add_first_stage"]
+            scans.append(DepthScan(name, rows[row.first_stage], dict(sorted(by_depth.items()))))
     return scans
 
 

@@ -91,7 +91,7 @@ def describe(
                 representation=representation,
                 parts=_parts(ranking, i, num_tokens[query]),
                 first_stage=ranking.first_stage[i] if ranking.first_stage else None,
-                edje=ranking.edje[i] if ranking.edje else None,
+                rerank=ranking.rerank[i] if ranking.rerank else None,
                 matches=matches,
                 passages=passages,
             )

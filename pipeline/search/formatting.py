@@ -63,13 +63,13 @@ def format_first_rank(hit: Hit) -> str:
 
     >>> hit = {"rank": 1, "score": 1.5, "item_id": "a", "parent_id": "a"}
     >>> format_first_rank(Hit(**hit)), format_first_rank(
-    ...     Hit(**hit, first_stage={"rank": 2, "score": 0.5}, edje={"problem": "has no text"})
+    ...     Hit(**hit, first_stage={"rank": 2, "score": 0.5}, rerank={"problem": "has no text"})
     ... )
     ('', '(was 2; has no text)')
     """
     if hit.first_stage is None:
         return ""
-    problem = hit.edje.problem if hit.edje else None
+    problem = hit.rerank.problem if hit.rerank else None
     return f"(was {'; '.join(filter(None, [str(hit.first_stage.rank), problem]))})"
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from pipeline.config import Spec, SpecError
+from pipeline.config import Spec, SpecError, parse, within
 from pipeline.search.candidates import (
     AUTO,
     BM25,
@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.query import Queries
 
 WEIGHTS_RULE = "two numbers (single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0"
-#: Default rerank depth of each method.
-DEFAULT_RERANK_DEPTHS = {"vectors": 100, "edje": 10}
+#: Default number of hits that are reranked by vectors.
+DEFAULT_TOP = 100
 
 
 def _check_weights(weights: Any) -> Any:
@@ -80,39 +80,61 @@ def _are_texts(values: tuple[Any, ...]) -> bool:
 Ids = Annotated[tuple[str, ...] | None, BeforeValidator(_id_tuple), Field(validate_default=False)]
 
 
-RerankMethod = Literal["vectors", "edje"]
+#: Name of the reranking by the vectors of another representation.
+VECTORS = "vectors"
 
 
 class Rerank(Spec):
-    """Second stage, which rescores the best hits of the first stage."""
+    """Stage that rescores the best hits of the stage before."""
 
-    method: RerankMethod = "vectors"
-    """Reranking method. `vectors` computes exact MaxSim scores with another representation. `edje`
-    applies EDJE's joint encoder to the query and each hit. Hits that it cannot read keep their
-    rank, and hits beyond `rerank_depth` follow the reranked ones in their original order."""
+    name: str = Field(VECTORS, max_length=256)
+    """Name of a reranker of the index, or `vectors` for exact MaxSim scores of another
+    representation. Hits that a reranker cannot read keep their rank, and hits below `top` follow
+    the reranked ones in their order."""
     representation: str | None = None
     """Representation that `vectors` scores with, or a prefix `NAME@K`. Default: the default
     representation."""
-    rerank_depth: int | None = Field(None, ge=1, le=10_000)
-    """Number of first-stage hits to rerank. Default: 100 for `vectors`, 10 for `edje`."""
+    top: int | None = Field(None, ge=1, le=10_000)
+    """Number of hits to rerank. Default: 100 for `vectors`, otherwise that of the reranker."""
     add_first_stage: bool = False
-    """Adds the first-stage score to the logit of `edje`."""
+    """Adds the score of the stage before to that of a reranker."""
     optional: bool = False
-    """If reranking fails, returns the hits of the first stage, and that they are not reranked,
+    """If reranking fails, returns the hits of the stage before, and that they are not reranked,
     instead of an error."""
 
     @model_validator(mode="after")
-    def _check_method(self) -> Rerank:
-        is_edje, rule = self.method == "edje", "omitted unless method is"
-        self.require(is_edje or not self.add_first_stage, "add_first_stage", f"{rule} edje")
-        has_name = self.representation is not None
-        self.require(not is_edje or not has_name, "representation", f"{rule} vectors")
+    def _check_name(self) -> Rerank:
+        is_vectors, has_name = self.name == VECTORS, self.representation is not None
+        is_valid = not is_vectors or not self.add_first_stage
+        self.require(is_valid, "add_first_stage", f"omitted for {VECTORS}")
+        is_valid = is_vectors or not has_name
+        self.require(is_valid, "representation", f"omitted unless name is {VECTORS}")
         return self
 
     @property
     def depth(self) -> int:
-        """Number of first-stage hits to rerank, with the default resolved."""
-        return self.rerank_depth or DEFAULT_RERANK_DEPTHS[self.method]
+        """Number of hits to rerank, or 0 if it is that of a reranker."""
+        return self.top or (DEFAULT_TOP if self.name == VECTORS else 0)
+
+
+def _rerank_stages(value: Any) -> tuple[Rerank, ...] | None:
+    """Converts a stage, or a list of stages, to a tuple."""
+    if value is None or isinstance(value, Rerank):
+        return None if value is None else (value,)
+    if not isinstance(value, list | tuple):
+        return (parse(Rerank, value),)
+    stages = []
+    for number, stage in enumerate(value):
+        with within(f"[{number}]"):
+            stages.append(stage if isinstance(stage, Rerank) else parse(Rerank, stage))
+    return tuple(stages) or None
+
+
+#: One stage, or several that are applied one after another.
+RerankStages = Annotated[
+    tuple[Rerank, ...] | None,
+    BeforeValidator(_rerank_stages, json_schema_input_type=Rerank | list[Rerank] | None),
+]
 
 
 class SearchOptions(Spec):
@@ -151,8 +173,8 @@ class SearchOptions(Spec):
     """Number of candidates per query, shard and generator, at least `k`. A generator before `:`
     finds 32 times as many. Default: the largest of 1,000, 16 `k` and, without `:`, a fortieth of
     the items, unless the settings of a server name another."""
-    rerank: Rerank | None = None
-    """Second stage. If null, hits are not reranked."""
+    rerank: RerankStages = None
+    """Reranking of the hits: a stage, or several in a row. If null, hits are not reranked."""
     explain: Literal["matches", "map"] | None = None
     """Explanations to return: `matches` adds the best-matching vector of each query token and the
     best-matching passages of each hit, `map` additionally a similarity map of its words."""
@@ -198,12 +220,12 @@ class SearchOptions(Spec):
         share = 0 if STEP in self.candidates else num_items // ITEMS_PER_DEFAULT_CANDIDATE
         return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * self.k, share)
 
-    def first_stage(self, rerank_depth: int = 0) -> SearchOptions:
+    def first_stage(self, top: int = 0) -> SearchOptions:
         """Returns the options of the first stage, which finds the items to rerank.
 
-        `rerank_depth` is the number of items that another reranker than `rerank` reads.
+        `top` is the number of items that other rerankers than those of `rerank` read.
         """
-        k = max(self.k, rerank_depth, self.rerank.depth if self.rerank else 0)
+        k = max([self.k, top, *(stage.depth for stage in self.rerank or ())])
         number = None if self.num_candidates is None else max(self.num_candidates, k)
         changes = {"k": k, "num_candidates": number, "rerank": None, "explain": None}
         return self.model_copy(update=changes)

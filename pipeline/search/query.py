@@ -258,13 +258,13 @@ def check_texts(texts: Sequence[str]) -> None:
             raise query_error(text, "valid UTF-8 text", number, len(texts))
 
 
-def readable_queries(queries: AnyQueries, folder: str) -> list[str | bytes]:
+def readable_queries(queries: AnyQueries, name: str) -> list[str | bytes]:
     """Returns the queries of a reranker that reads texts and images, or raises `SpecError`."""
     inputs = queries if isinstance(queries, Sequence) else [queries]
     readable = [query for query in inputs if isinstance(query, str | bytes)]
     if len(readable) < len(inputs):
         rule = "null unless every query is a text or an image"
-        raise SpecError("rerank", folder, rule, "does not support encoded queries")
+        raise SpecError("rerank", name, rule, "does not support encoded queries")
     return readable
 
 

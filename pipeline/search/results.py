@@ -145,17 +145,17 @@ class FirstStage(Response):
     """Score."""
 
 
-class JointScore(Response):
-    """Response of a joint encoder for a hit."""
+class RerankScore(Response):
+    """Score of a hit by the last reranker that read it."""
 
-    logit: float | None = None
-    """Logit of the match of query and hit, or null if the hit was not read or is beyond
-    `rerank_depth`."""
+    score: float | None = None
+    """Score of the query and the hit by the model: a logit or a probability. Null if the hit was
+    not read or is below the reranked ones."""
     num_truncated_tokens: int = 0
     """Number of tokens truncated from the text: that of the query, or that of the hit if the query
     is an image."""
     problem: str | None = None
-    """Reason why a hit within `rerank_depth` could not be read. Such a hit keeps its rank."""
+    """Reason why a hit among the best could not be read. Such a hit keeps its rank."""
 
 
 class MemberHit(Response):
@@ -180,8 +180,7 @@ class Hit(Response):
     rank: int
     """Rank, from 1."""
     score: float
-    """Score of the last stage. Scores of hits that EDJE reranked and of other hits are not
-    comparable."""
+    """Score of the last stage. Scores of reranked and other hits are not comparable."""
     item_id: str
     """Id of the item."""
     parent_id: str
@@ -202,8 +201,8 @@ class Hit(Response):
     """Components of the score."""
     first_stage: FirstStage | None = None
     """Rank and score in the first stage, or null if the hits were not reranked."""
-    edje: JointScore | None = None
-    """Response of EDJE, or null if the hits were not reranked by EDJE."""
+    rerank: RerankScore | None = None
+    """Score of the reranker, or null if the hits were not reranked by a model."""
     matches: tuple[Match, ...] | None = None
     """Best-matching vector of each query token, or null unless `explain` is set."""
     passages: tuple[Passage, ...] | None = None

@@ -48,7 +48,7 @@ from pipeline.search.maxsim import best_scores, maxsim
 from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import Queries
-from pipeline.search.results import FirstStage, JointScore
+from pipeline.search.results import FirstStage, RerankScore
 from pipeline.search.scores import Score
 from pipeline.search.selection import Items
 
@@ -81,7 +81,7 @@ class Ranking:
         single_vector: (k,) float32, single-vector scores if they are part of the score.
         bm25: (k,) float32, BM25 scores if they are part of the score. 0 without a common term.
         first_stage: Ranks and scores before reranking, or None without reranking.
-        edje: Results of a joint encoder, or None without one.
+        rerank: Scores of rerankers, or None without one.
     """
 
     item_ids: list[str]
@@ -92,7 +92,7 @@ class Ranking:
     single_vector: np.ndarray | None = None
     bm25: np.ndarray | None = None
     first_stage: tuple[FirstStage, ...] | None = None
-    edje: tuple[JointScore, ...] | None = None
+    rerank: tuple[RerankScore, ...] | None = None
 
     def scores_by_item(self) -> dict[str, float]:
         """Returns scores by item id, best first."""

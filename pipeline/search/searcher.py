@@ -24,7 +24,7 @@ from pipeline.search.scores import Score
 from pipeline.search.selection import Items
 
 if TYPE_CHECKING:  # imports transformers, which a search without reranking does not need
-    from pipeline.search.rerank import Reranker
+    from pipeline.search.rerankers import AnyReranker, Reranker, RerankerSpec
 
 
 def open_index(
@@ -79,6 +79,7 @@ class Searcher:
         self.items = Items(index, shard)
         self.encoders = QueryEncoders(index, encoders)
         self.scorer = Scorer(self.items, cache=cache, device=device)
+        self._models: dict[RerankerSpec, Reranker[Any]] = {}
 
     def search(
         self,
@@ -86,7 +87,7 @@ class Searcher:
         representation: str | None = None,
         *,
         explain: bool = True,
-        rerank: Reranker | None = None,
+        rerank: AnyReranker | Sequence[AnyReranker] | None = None,
         **options: Any,
     ) -> list[Hit] | list[list[Hit]]:
         """Finds the k best items for a query. Ties are sorted by item id.
@@ -104,7 +105,9 @@ class Searcher:
                 another encoder (`see`), the hits of both alternate by default: their scores are not
                 comparable.
             explain: Whether hits contain `matches`, one per query token, and `passages`.
-            rerank: Second stage that reorders the best items of the first.
+            rerank: Reranker of the best items, as the fields of its spec such as
+                `{"name": "cross_encoder", "model": FOLDER, "top": 20}`, or loaded; or several that
+                are applied one after another.
             options: Other fields of `SearchOptions`, such as `k` (default 10), `score` or `filter`.
 
         Returns:
@@ -116,18 +119,22 @@ class Searcher:
         """
         options |= {"representation": representation, "explain": "matches" if explain else None}
         parsed = parse(SearchOptions, options)
+        rerankers = self._load(rerank)
         if isinstance(query, AnyQuery):
-            return Hits(self.search_with([query], parsed, rerank)[0])
+            return Hits(self.search_with([query], parsed, rerankers)[0])
         if not isinstance(query, Sequence | EncodedQueries | Queries):
             rule = "a text, an image, vectors, or a list of these"
             raise SpecError("query", type(query).__name__, rule)
-        return self.search_with(cast(AnyQueries, query), parsed, rerank)
+        return self.search_with(cast(AnyQueries, query), parsed, rerankers)
 
     def search_with(
-        self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None = None
+        self,
+        queries: AnyQueries,
+        options: SearchOptions,
+        rerankers: Sequence[Reranker[Any]] = (),
     ) -> list[list[Hit]]:
         """Returns the hits of each query. See `search`."""
-        if reranker is None and (names := self._alternating(queries, options)):
+        if not rerankers and (names := self._alternating(queries, options)):
             found = [
                 self.search_with(queries, options.model_copy(update={"representation": name}))
                 for name in names
@@ -135,9 +142,17 @@ class Searcher:
             id = "parent_id" if options.group_by else "item_id"
             return [_alternate(groups, options.k, id) for groups in zip(*found, strict=True)]
         options = options.resolve(self.index, self.device)
-        encoded, rankings = self._rank(queries, options, reranker)
+        encoded, rankings = self._rank(queries, options, rerankers)
         explain = options.explain is not None
         return self.hits(rankings, encoded, options.column, explain=explain)
+
+    def _load(self, values: AnyReranker | Sequence[AnyReranker] | None) -> Sequence[Reranker[Any]]:
+        """Returns rerankers. Each model is loaded only once."""
+        if values is None:
+            return ()
+        from pipeline.search.rerankers import load_rerankers
+
+        return load_rerankers(values, self._models)
 
     def _alternating(self, queries: AnyQueries, options: SearchOptions) -> list[str]:
         """Returns the representations of texts and images that a search by default combines."""
@@ -154,17 +169,19 @@ class Searcher:
         return [info.name for info in both if kinds <= {*info.encoder.query_kinds}]
 
     def _rank(
-        self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None
+        self, queries: AnyQueries, options: SearchOptions, rerankers: Sequence[Reranker[Any]]
     ) -> tuple[Queries, list[Ranking]]:
         """Returns the encoded queries and their rankings. The options must be resolved."""
         rows = self.items.select(options)  # reports an invalid filter before encoding
-        if reranker is not None:
+        for reranker in rerankers:
             texts_or_images = reranker.check(self.index, queries)
         encoded = self.encoders.encode(queries, options.column)
-        depth = 0 if reranker is None else reranker.rerank_depth
+        depth = max((reranker.spec.top for reranker in rerankers), default=0)
         rankings = self.scorer.rank(encoded, options.first_stage(depth), rows)
-        if reranker is not None:
-            rankings = reranker.rerank(self, texts_or_images, rankings, options.k)
+        if rerankers:
+            from pipeline.search.rerankers import rerank_in_turn
+
+            rankings = rerank_in_turn(rerankers, self, texts_or_images, rankings, options.k)
         return encoded, rankings
 
     def rank(
@@ -178,10 +195,13 @@ class Searcher:
         return self.rank_with(queries, parse(SearchOptions, options))
 
     def rank_with(
-        self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None = None
+        self,
+        queries: AnyQueries,
+        options: SearchOptions,
+        rerankers: Sequence[Reranker[Any]] = (),
     ) -> list[Ranking]:
         """Returns the ranking of each query. See `rank`."""
-        return self._rank(queries, options.resolve(self.index, self.device), reranker)[1]
+        return self._rank(queries, options.resolve(self.index, self.device), rerankers)[1]
 
     def hits(
         self,

@@ -72,7 +72,7 @@ class Stages(Generic[StageT]):
     encoder: StageT
     searchers: Mapping[str, Sequence[StageT]]
     rerankers: Mapping[str, StageT]
-    edjes: Mapping[str, StageT]
+    models: Mapping[str, StageT]
     library: StageT
 
     def with_shards(self: Stages[Handle], indexes: Mapping[str, ServedIndex]) -> Stages[Handle]:
@@ -89,7 +89,7 @@ class Stages(Generic[StageT]):
     def by_name(self) -> list[tuple[str, StageT]]:
         """Returns the handles of all stages with their names."""
         handles = [("encode", self.encoder), ("library", self.library)]
-        handles += [(f"edje {name}", handle) for name, handle in self.edjes.items()]
+        handles += [(f"models {name}", handle) for name, handle in self.models.items()]
         for name, shards in self.searchers.items():
             handles += [(f"search {name}", shard) for shard in shards]
             handles.append((f"rerank {name}", self.rerankers[name]))

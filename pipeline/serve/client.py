@@ -223,9 +223,9 @@ class Client:
         Args:
             query: A text, the bytes of an image file, a `Composed` query, or token vectors (M, D).
             options: `index`, which may be a federation, and fields of `SearchOptions`, for example
-                `k`, `representation` or `rerank={"rerank_depth": 100}`. `rerank={"method": "edje"}`
-                requires an index that is served with an EDJE model. A federation also has `join`
-                and `members={"NAME": {"weight": 0.5}}`, see `wire.MemberOptions`.
+                `k`, `representation` or `rerank={"top": 100}`. `rerank={"name": "edje"}` requires
+                an index that is served with that reranker. A federation also has `join` and
+                `members={"NAME": {"weight": 0.5}}`, see `wire.MemberOptions`.
 
         Raises:
             ServerError: The server returned an error.
@@ -255,7 +255,7 @@ class Client:
         Args:
             query: A query as in `search`.
             item_ids: Ids of the items.
-            options: Fields of `wire.RerankRequest`: `index`, `representation`, `k`, `method`.
+            options: Fields of `wire.RerankRequest`: `index`, `representation`, `k`, `name`.
         """
         return self._send(_rerank(query, item_ids, options))
 

@@ -41,10 +41,10 @@ def create_stages(settings: ServeSpec, place: Place[StageT]) -> Stages[StageT]:
     """Places all stages of a server."""
     from pipeline.serve.calls import Stages
     from pipeline.serve.library import Library
-    from pipeline.serve.stages import GangRanker, JointRanker, QueryEncoder, Ranker
+    from pipeline.serve.stages import GangRanker, ModelRanker, QueryEncoder, Ranker
 
     timeouts, searcher, reranker = settings.timeouts, settings.searcher, settings.reranker
-    searchers, rerankers, edjes = {}, {}, {}
+    searchers, rerankers, models = {}, {}, {}
     for name, served in settings.indexes.items():
         arguments, num_shards = (served, searcher, timeouts), served.num_shards
         if served.gang:  # one deployment of all shards
@@ -57,12 +57,13 @@ def create_stages(settings: ServeSpec, place: Place[StageT]) -> Stages[StageT]:
                 for i in range(num_shards)
             ]
         rerankers[name] = place(Ranker, f"Reranker-{name}", reranker, served, reranker, timeouts)
-        if served.edje is not None:
-            edje = settings.edje
-            edjes[name] = place(JointRanker, f"Edje-{name}", edje, served, edje, timeouts)
+        if served.rerank:
+            scale = settings.rerank_models
+            title = f"RerankModels-{name}"
+            models[name] = place(ModelRanker, title, scale, served, scale, timeouts)
     encoder = place(QueryEncoder, "Encoder", settings.encoder, settings.encoder, settings.indexes)
     library = place(Library, "Library", settings.library, settings.indexes, timeouts)
-    return Stages(encoder, searchers, rerankers, edjes, library)
+    return Stages(encoder, searchers, rerankers, models, library)
 
 
 def bind_stage(

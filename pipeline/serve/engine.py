@@ -17,7 +17,7 @@ from pipeline.config import SpecError
 from pipeline.runtime.tracing import span
 from pipeline.search.candidates import EXACT
 from pipeline.search.facets import IndexFacets
-from pipeline.search.options import SearchOptions
+from pipeline.search.options import VECTORS, Rerank, SearchOptions
 from pipeline.search.previews import ByteRange, MediaPart
 from pipeline.search.query import Queries, Unencoded
 from pipeline.search.results import Hit
@@ -26,7 +26,7 @@ from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
 from pipeline.serve.calls import Handle, Method, StageClient, Stages
 from pipeline.serve.errors import ApiError, from_spec_error
-from pipeline.serve.inputs import check_edje, read_query, read_unencoded
+from pipeline.serve.inputs import check_readable, read_query, read_unencoded
 from pipeline.serve.library import WRITER
 from pipeline.serve.responses import truncation_warnings
 from pipeline.serve.scheduler import Caller, gather_or_cancel
@@ -40,8 +40,8 @@ log = logging.getLogger("ray.serve")
 SHARD_ROWS = 1 << 40
 #: `Retry-After` of a deletion while another job writes to the index, in seconds.
 RETRY_WRITE_SECONDS = 60
-#: Names of the reranking stages in metrics and in `durations_ms`.
-RERANK_STAGES = {"vectors": "rerank", "edje": "edje"}
+#: Names of reranking stages in metrics and in `durations_ms`, if they are not their own.
+RERANK_STAGES = {VECTORS: "rerank"}
 
 
 class Timer:
@@ -106,38 +106,41 @@ class Engine:
         key: str,
     ) -> tuple[list[list[Hit]], bool, list[str]]:
         """Returns the hits of each query, whether they are reranked, and warnings."""
-        rerank = options.rerank
-        uses_edje = rerank is not None and rerank.method == "edje"
-        if uses_edje:
-            check_edje(served, queries, "rerank.method")
+        stages = options.rerank or ()
+        for stage in stages:
+            if stage.name != VECTORS:
+                check_readable(queries, stage.name)
         with timer.stage("encode"):
             encoded = await self.encode(served, queries, options.column, key)
-        if rerank is None and len(self._stages.searchers[served.name]) == 1:
+        if not stages and len(self._stages.searchers[served.name]) == 1:
             with timer.stage("search"):
                 return await self._search_shard(served, encoded, options, key), False, []
         with timer.stage("search"):
             rankings = await self.rank(served, encoded, options.first_stage(), key)
         is_reranked, warnings = False, []
-        if rerank is not None:
-            stage = RERANK_STAGES[rerank.method]
+        for number, stage in enumerate(stages):
+            name = RERANK_STAGES.get(stage.name, stage.name)
+            k = max([options.k, *(later.depth for later in stages[number + 1 :])])
             try:
-                with timer.stage(stage):
-                    rankings = await self._rerank(served, queries, encoded, rankings, options, key)
+                with timer.stage(name):
+                    rankings = await self._rerank(
+                        served, queries, encoded, rankings, stage, k, options.column, key
+                    )
                 is_reranked = True
             except ApiError as error:
-                if not rerank.optional or error.code not in ("unavailable", "timeout"):
+                if not stage.optional or error.code not in ("unavailable", "timeout"):
                     raise
-                self.degraded(stage, error.message, served.name)
+                self.degraded(name, error.message, served.name)
                 warnings.append(f"not reranked: {error.message}")
-                rankings = [r.take(range(min(options.k, len(r.rows)))) for r in rankings]
+        if stages:
+            rankings = [r.take(range(min(options.k, len(r.rows)))) for r in rankings]
         with timer.stage("describe"):
             hits = await self.describe(served, encoded, rankings, options, key)
-        if uses_edje:
-            num_truncated = [
-                max((hit.edje.num_truncated_tokens for hit in query_hits if hit.edje), default=0)
-                for query_hits in hits
-            ]
-            warnings += truncation_warnings(queries, num_truncated)
+        num_truncated = [
+            max((hit.rerank.num_truncated_tokens for hit in query_hits if hit.rerank), default=0)
+            for query_hits in hits
+        ]
+        warnings += truncation_warnings(queries, num_truncated)
         return hits, is_reranked, warnings
 
     def degraded(self, stage: str, reason: str, index: str) -> None:
@@ -223,39 +226,42 @@ class Engine:
         queries: Sequence[wire.Query],
         encoded: Sequence[Queries],
         rankings: Sequence[Ranking],
-        options: SearchOptions,
+        stage: Rerank,
+        k: int,
+        representation: str,
         key: str,
     ) -> list[Ranking]:
-        assert options.rerank is not None
-        if options.rerank.method == "edje":
-            return await self._rerank_by_edje(served, queries, rankings, options, key)
-        name = options.rerank.representation
+        """Applies a stage and returns the k best items of each query."""
+        if stage.name != VECTORS:
+            return await self._rerank_by_model(served, queries, rankings, stage, k, key)
+        name = stage.representation
         assert name is not None
-        first, second = (served.representation(n).encoder for n in (options.column, name))
+        first, second = (served.representation(n).encoder for n in (representation, name))
         # Another encoder needs query vectors of its own.
         if (first.spec, first.fingerprint) != (second.spec, second.fingerprint):
             encoded = await self.encode(served, queries, name, key)
-        item_ids = [ranking.item_ids for ranking in rankings]
+        depth = max(k, stage.depth)
+        item_ids = [ranking.item_ids[:depth] for ranking in rankings]
         scores = await self._score(served, encoded, name, item_ids, key)
-        return [_reorder(*pair, options.k) for pair in zip(rankings, scores, strict=True)]
+        return [_reorder(*pair, k) for pair in zip(rankings, scores, strict=True)]
 
-    async def _rerank_by_edje(
+    async def _rerank_by_model(
         self,
         served: Served,
         queries: Sequence[wire.Query],
         rankings: Sequence[Ranking],
-        options: SearchOptions,
+        stage: Rerank,
+        k: int,
         key: str,
     ) -> list[Ranking]:
-        """Reranks items with EDJE's joint encoder. Text and image queries need separate calls."""
+        """Reranks items with a model. Text and image queries need separate calls."""
         caller = Caller(key, self.settings.timeouts.rerank_s)
-        options = options.without_selection()
-        rerank = self._stages.edjes[served.name].rerank
+        rerank = self._stages.models[served.name].rerank
         inputs = [await asyncio.to_thread(read_unencoded, query) for query in queries]
-        groups = [[i for i, q in enumerate(inputs) if isinstance(q, k)] for k in (str, bytes)]
+        groups = [[i for i, q in enumerate(inputs) if isinstance(q, kind)] for kind in (str, bytes)]
         arguments = [([inputs[i] for i in g], [rankings[i] for i in g]) for g in groups if g]
         results = await gather_or_cancel(
-            self.calls.call("edje", caller, rerank, served.edition, *pair, options)
+            self.calls.call(stage.name, caller, rerank, served.edition, *pair, stage, k)
             for pair in arguments
         )
         reranked = dict(zip(itertools.chain(*groups), itertools.chain(*results), strict=True))
@@ -300,30 +306,31 @@ class Engine:
         self.indexes.used(served.name, "rerank", SearchVectors(representation, "maxsim", EXACT))
         return [ranking.scores_by_item() for ranking in rankings]
 
-    async def score_by_edje(
-        self, served: Served, query: wire.Query, item_ids: Sequence[str], key: str
+    async def score_by_model(
+        self, served: Served, name: str, query: wire.Query, item_ids: Sequence[str], key: str
     ) -> tuple[dict[str, float], list[str]]:
-        """Computes EDJE's logits of the items that it can read.
+        """Computes the scores of the items that a reranker can read.
 
         Returns them sorted, with warnings.
         """
-        check_edje(served, [query], "method")
+        check_readable([query], name)
         try:
             unencoded = await asyncio.to_thread(read_unencoded, query)
         except SpecError as error:
             raise from_spec_error(error) from None
         unique = list(dict.fromkeys(item_ids))
         readings = await self.calls.call(
-            "edje",
+            name,
             Caller(key, self.settings.timeouts.rerank_s),
-            self._stages.edjes[served.name].read,
+            self._stages.models[served.name].read,
             served.edition,
+            name,
             unencoded,
             unique,
         )
-        logits = {item_id: reading.logit for item_id, reading in readings.items()}
+        read = {i: reading.score for i, reading in readings.items() if reading.score is not None}
         num_truncated = max((r.num_truncated_tokens for r in readings.values()), default=0)
-        scores = dict(sorted(logits.items(), key=lambda pair: (-pair[1], pair[0])))
+        scores = dict(sorted(read.items(), key=lambda pair: (-pair[1], pair[0])))
         return scores, truncation_warnings([query], [num_truncated])
 
     async def describe(
@@ -439,7 +446,8 @@ def _reorder(ranking: Ranking, scores: Mapping[str, float], k: int) -> Ranking:
     """Returns the k best items by the second stage, which omits items without a score."""
     scored = [i for i, item_id in enumerate(ranking.item_ids) if item_id in scores]
     order = sorted(scored, key=lambda i: (-scores[ranking.item_ids[i]], ranking.item_ids[i]))[:k]
-    best = replace(ranking, first_stage=ranking.ranks()).take(order)
+    first_stage = ranking.first_stage or ranking.ranks()
+    best = replace(ranking, first_stage=first_stage).take(order)
     return replace(
         best,
         scores=[scores[item_id] for item_id in best.item_ids],

@@ -111,7 +111,7 @@ SERVER_FIELDS = {
     "keys": "the access keys",
     "device": "the device",
     "name": "a component of the index",
-    "edje": "the EDJE model or its tokens in the index",
+    "reranker": "a reranker, its endpoint or its tokens in the index",
 }
 
 

@@ -19,7 +19,7 @@ from pipeline.schema import Composed
 from pipeline.search.candidates import AUTO
 from pipeline.search.federation import check_options
 from pipeline.search.fusion import FUSED
-from pipeline.search.options import Rerank, SearchOptions, representation_info
+from pipeline.search.options import VECTORS, Rerank, SearchOptions, representation_info
 from pipeline.search.query import Queries, Unencoded, check_texts, query_error
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError, from_spec_error
@@ -35,16 +35,14 @@ def search_options(
         if (value := getattr(request, name)) is not None:
             value = list(value) if name == "members" else value
             raise from_spec_error(SpecError(name, value, "null for an index"))
-    rerank = request.rerank
-    depth = rerank.depth if rerank else 0
+    stages = [_rerank_stage(served, stage) for stage in request.rerank or ()]
+    depth = max((stage.depth for stage in stages), default=0)
     _check_depth(request.k, depth, num_queries, limits)
-    if rerank and rerank.method == "edje":
-        check_num_pairs(depth, num_queries, limits, "rerank.rerank_depth")
-    elif rerank:
-        name = _rerank_representation(served, rerank)
-        rerank = rerank.model_copy(update={"representation": name})
+    for stage in stages:
+        if stage.name != VECTORS:
+            check_num_pairs(stage.depth, num_queries, limits, "rerank.top")
     try:
-        return _resolve(request, served, rerank)
+        return _resolve(request, served, tuple(stages) or None)
     except SpecError as error:
         raise from_spec_error(error) from None
 
@@ -54,7 +52,9 @@ def member_options(options: SearchOptions, served: Served) -> SearchOptions:
     return _resolve(options, served, None)
 
 
-def _resolve(options: SearchOptions, served: Served, rerank: Rerank | None) -> SearchOptions:
+def _resolve(
+    options: SearchOptions, served: Served, rerank: tuple[Rerank, ...] | None
+) -> SearchOptions:
     info = served.representation(options.representation)
     candidates, num_candidates = _candidates(options, served, info)
     changes: dict[str, Any] = {"candidates": candidates, "num_candidates": num_candidates}
@@ -101,9 +101,9 @@ def _candidates(
     return name, number
 
 
-def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) -> None:
-    depth = max(k, rerank_depth)
-    field = "k" if k >= depth else "rerank.rerank_depth"
+def _check_depth(k: int, top: int, num_queries: int, limits: Limits) -> None:
+    depth = max(k, top)
+    field = "k" if k >= depth else "rerank.top"
     maximum = min(limits.max_k, max(MAX_BATCH_HITS // num_queries, 1))
     if depth > maximum:
         message = f"{field} must be at most {maximum}, got {depth}"
@@ -111,10 +111,10 @@ def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) ->
 
 
 def check_num_pairs(num_items: int, num_queries: int, limits: Limits, field: str) -> None:
-    """Raises `ApiError` if EDJE would have to read too many pairs of a query and an item."""
+    """Raises `ApiError` if rerankers would have to read too many pairs of a query and an item."""
     maximum = limits.max_rerank_pairs // num_queries
     if num_items > maximum:
-        message = f"{field} must select at most {maximum} items for EDJE, got {num_items}"
+        message = f"{field} must select at most {maximum} items to rerank, got {num_items}"
         raise ApiError("invalid_argument", message, field)
 
 
@@ -130,22 +130,34 @@ def check_num_queries(queries: Sequence[wire.Query], limits: Limits) -> None:
             raise ApiError("invalid_argument", message, "queries")
 
 
-def _rerank_representation(served: Served, rerank: Rerank) -> str:
+def _rerank_stage(served: Served, stage: Rerank) -> Rerank:
+    """Returns a stage with the defaults of the index."""
+    if stage.name != VECTORS:
+        spec = check_reranker(served, stage.name, "rerank.name")
+        return stage.model_copy(update={"top": stage.top or spec.top})
     try:
-        return served.representation(rerank.representation).name
+        name = served.representation(stage.representation).name
     except ApiError as error:
         raise ApiError(error.code, f"rerank.{error.message}", "rerank.representation") from None
+    return stage.model_copy(update={"representation": name})
 
 
-def check_edje(served: Served, queries: Sequence[wire.Query], field: str) -> None:
-    """Raises `ApiError` if an index is served without EDJE, or if EDJE cannot read a query."""
-    if served.spec.edje is None:
-        message = f"{field} must be vectors, got 'edje' (indexes.{served.name}.edje is not set)"
-        raise ApiError("invalid_argument", message, field)
+def check_reranker(served: Served, name: str, field: str) -> Any:
+    """Returns the spec of a reranker of an index, or raises `ApiError`."""
+    rerankers = served.spec.rerankers
+    if name not in rerankers:
+        error = SpecError.unknown_name(field, name, [VECTORS, *rerankers])
+        note = f" (indexes.{served.name}.rerank has the rerankers)"
+        raise ApiError("invalid_argument", f"{error}{note}", field)
+    return rerankers[name]
+
+
+def check_readable(queries: Sequence[wire.Query], name: str) -> None:
+    """Raises `ApiError` if a query is neither a text nor an image."""
     for position, query in enumerate(queries):
         if isinstance(query, wire.Vectors | wire.Composed | wire.StoredItem):
             kind = wire.query_kind(query)
-            rule = "a text or an image for edje"
+            rule = f"a text or an image for {name}"
             error = query_error(QUERY_KINDS.get(kind, kind), rule, position, len(queries))
             raise from_spec_error(error)
 

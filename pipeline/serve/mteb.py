@@ -131,10 +131,10 @@ class Endpoint:
 
     def _scores(self, hits: Sequence[Any]) -> dict[str, float]:
         is_parent = self._judged == "parent"
-        # The scores of EDJE and of the first stage are not comparable. Negative ranks replace them.
+        # Scores of rerankers and of the first stage are not comparable. Negative ranks are.
         return {
             (hit.parent_id if is_parent else hit.item_id): -float(hit.rank)
-            if hit.edje
+            if hit.rerank
             else hit.score
             for hit in hits
         }

@@ -14,19 +14,20 @@ from pipeline.serve.served import Served, ServedFederation
 
 
 def truncation_warnings(queries: Sequence[wire.Query], num_truncated: Sequence[int]) -> list[str]:
-    """Returns a warning for each kind of text that EDJE truncated.
+    """Returns a warning for each kind of text that a reranker truncated.
 
-    EDJE truncates the text of a query or, for an image query, the texts of the hits.
+    EDJE truncates the text of a query or, for an image query, the texts of the hits. Other
+    rerankers truncate the texts of the hits.
 
     >>> truncation_warnings(["a", "b", wire.Image(image="AA")], [0, 4, 0])
-    ['EDJE truncated queries by up to 4 tokens']
+    ['the reranker truncated queries by up to 4 tokens']
     """
     warnings = []
     for texts, is_text in (("queries", True), ("texts of hits", False)):
         pairs = zip(queries, num_truncated, strict=True)
         maximum = max((n for q, n in pairs if isinstance(q, str) is is_text), default=0)
         if maximum:
-            warnings.append(f"EDJE truncated {texts} by up to {maximum} tokens")
+            warnings.append(f"the reranker truncated {texts} by up to {maximum} tokens")
     return warnings
 
 
@@ -42,7 +43,7 @@ def index_info(served: Served) -> wire.IndexInfo:
         num_items=len(index),
         default_representation=served.representation(None).name if infos else None,
         representations=representations,
-        edje=served.spec.edje is not None,
+        rerankers=list(served.spec.rerankers),
         columns={f.name: str(f.type) for f in index.schema if f.name in ITEM.names},
     )
 

@@ -12,6 +12,7 @@ from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from pipeline.search.options import VECTORS
 from pipeline.search.results import Hit
 from pipeline.serve import wire
 from pipeline.serve.conditional import is_current, not_modified, preview_tag
@@ -23,6 +24,7 @@ from pipeline.serve.gateway import Gateway
 from pipeline.serve.inputs import (
     check_num_pairs,
     check_num_queries,
+    check_reranker,
     search_options,
     with_request,
 )
@@ -202,16 +204,17 @@ async def encode(
 async def rerank(
     request: Request, body: wire.RerankRequest, key: KeyDependency, gateway: GatewayDependency
 ) -> wire.RerankResponse:
-    """Scores the given items for a query, by vectors or by EDJE, and returns them best first."""
+    """Scores the given items for a query, by vectors or a reranker, and returns them best first."""
     served = gateway.served(key, body.index)
     request_id = _log(request, index=served.name, items=len(body.item_ids))
     name: str | None = None
     warnings: list[str] = []
-    if body.method == "edje":
+    if body.name != VECTORS:
+        check_reranker(served, body.name, "name")
         num_items = len(set(body.item_ids))
         check_num_pairs(num_items, 1, gateway.settings.limits, "item_ids")
-        scores, warnings = await gateway.engine.score_by_edje(
-            served, body.query, body.item_ids, key.name
+        scores, warnings = await gateway.engine.score_by_model(
+            served, body.name, body.query, body.item_ids, key.name
         )
     else:
         name = served.representation(body.representation).name

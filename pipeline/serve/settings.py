@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import (
     Field,
@@ -14,10 +14,9 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.config import Spec, SpecError, Uri, absolute, within
+from pipeline.config import Spec, SpecError, absolute, within
 from pipeline.paths import is_uri
-from pipeline.registry import BenchmarkSpec
-from pipeline.schema import Precision
+from pipeline.registry import BenchmarkSpec, RerankerSpecs
 from pipeline.search.federation import FederationSpec, Member
 from pipeline.search.fusion import DEFAULT_FUSION, FusionSpec
 
@@ -116,20 +115,26 @@ class ServedIndex(Spec):
     examples: list[ServedExample] = Field(default_factory=list)
     """Example queries that the search page offers: texts, or mappings with `query` and
     `representation`. If empty, short texts of some items are offered."""
-    edje: Uri | None = None
-    """Folder of an EDJE model for reranking. The index must contain the tokens of its adapter, see
+    rerank: RerankerSpecs = Field(default_factory=list)
+    """Rerankers that requests can name by their `label` or `name`: one or a list, see
     docs/tutorials/reranking.md."""
-    edje_precision: Precision | None = None
-    """Precision of the joint encoder: float32, bfloat16, float16 or (CPU only) int8; null: the
-    precision stored with the model."""
 
     @model_validator(mode="after")
     def _check_hardware(self) -> ServedIndex:
         is_device = re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None
         self.require(is_device, "device", "cpu, cuda or cuda:N")
+        titles = list(self.rerankers)
+        is_unique = len(titles) == len(self.rerank) and "vectors" not in titles
+        self.require(is_unique, "rerank", "rerankers with different labels other than vectors")
         is_valid = self.num_shards > 1 or not self.gang
         self.require(is_valid, "gang", "false for an index with one shard")
         return self
+
+    @property
+    def rerankers(self) -> dict[str, Any]:
+        """Specs of the rerankers by their names in requests."""
+        specs: list[Any] = self.rerank
+        return {spec.title: spec for spec in specs}
 
 
 #: Maximum length of the text of a query, in characters.
@@ -154,7 +159,7 @@ class Limits(Spec):
     max_batch_queries: PositiveInt = 128
     """Maximum number of queries per request."""
     max_rerank_pairs: PositiveInt = 2_000
-    """Maximum number of (query, item) pairs per request that EDJE reranks."""
+    """Maximum number of (query, item) pairs per request that rerankers read."""
     max_in_flight_requests: PositiveInt = 128
     """Maximum number of requests in progress per gateway. Further requests are rejected (503).
     Access keys share these slots: a key gets another slot while it holds fewer than are free, so
@@ -181,7 +186,7 @@ class Timeouts(Spec):
     """Time limit for evaluating a filter, in seconds; part of `search_s`. The process that
     evaluates a filter is killed when the time limit has passed."""
     rerank_s: PositiveFloat = 20
-    """Time limit for reranking, by vectors or by EDJE, in seconds."""
+    """Time limit of each reranking, by vectors or by a model, in seconds."""
     describe_s: PositiveFloat = 10
     """Time limit for reading the metadata and explanations of the hits, in seconds."""
     member_s: PositiveFloat = 10
@@ -252,8 +257,8 @@ class ServeSpec(Spec):
     """Deployment of each shard of each index."""
     reranker: Scale = Scale()
     """Deployment that reranks by vectors, one per index."""
-    edje: Scale = Scale()
-    """Deployment that reranks by EDJE, one per index with an EDJE model."""
+    rerank_models: Scale = Scale()
+    """Deployment of the rerankers of an index, one per index with `rerank`."""
     library: Scale = Scale()
     """Deployment that reads items and creates previews."""
 
@@ -265,7 +270,7 @@ class ServeSpec(Spec):
     @property
     def scaled(self) -> list[str]:
         """Settings that need a deployment per stage."""
-        names = ("encoder", "searcher", "reranker", "edje", "library")
+        names = ("encoder", "searcher", "reranker", "rerank_models", "library")
         scaled = [f"settings of {name}" for name in names if getattr(self, name) != Scale()]
         return scaled + [f"indexes.{name}.gang" for name, i in self.indexes.items() if i.gang]
 

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,10 +30,10 @@ from pipeline.index.reader import Edition, open_edition
 from pipeline.runtime.tracing import span
 from pipeline.search.describe import describe
 from pipeline.search.maps import SimilarityMap, similarity_map
-from pipeline.search.options import SearchOptions
+from pipeline.search.options import Rerank, SearchOptions
 from pipeline.search.pauses import pause
 from pipeline.search.query import Queries, Unencoded, check_fingerprint, encode, query_encoder
-from pipeline.search.results import Hit, JointScore
+from pipeline.search.results import Hit, RerankScore
 from pipeline.search.score import SLICE_PAIRS, Ranking, fuse
 from pipeline.search.searcher import Searcher
 from pipeline.serve.filters import Filters
@@ -374,20 +374,20 @@ def _similarity_map(
         return None
 
 
-class JointRanker:
-    """Stage that reranks hits with EDJE's joint encoder."""
+class ModelRanker:
+    """Stage that reranks hits with the rerankers of an index."""
 
     def __init__(self, served: ServedIndex, scale: Scale, timeouts: Timeouts):
-        from pipeline.search.rerank import Reranker
+        from pipeline.search.rerankers import load_rerankers
 
-        assert served.edje is not None
         bind_to_loopback()
         limit_threads(scale)
-        self._reranker = Reranker(served.edje, precision=served.edje_precision)
+        specs: Any = served.rerank
+        self._rerankers = dict(zip(served.rerankers, load_rerankers(specs), strict=True))
         self._versions = Versions(
             lambda edition: Searcher(open_edition(served.uri, edition)), timeouts.request_s
         )
-        size = batch_sizes("edje").observe
+        size = batch_sizes("rerank_models").observe
         self._scheduler = FairScheduler(
             self._read_batch, lambda pair: len(pair[1]), BATCH_PAIRS, observe=size
         )
@@ -406,58 +406,70 @@ class JointRanker:
         edition: Edition,
         queries: Sequence[str | bytes],
         rankings: Sequence[Ranking],
-        options: SearchOptions,
+        stage: Rerank,
+        k: int,
         caller: Caller,
     ) -> list[Ranking]:
         """Reranks the ranking of each query and returns its k best items."""
-        from pipeline.search.rerank import reorder
+        from pipeline.search.rerankers import reorder
 
-        assert options.rerank is not None
-        depth = options.rerank.depth
-        candidates = [ranking.item_ids[:depth] for ranking in rankings]
-        read = await self._read(edition, queries, candidates, caller)
-        settings = depth, options.rerank.add_first_stage, options.k
-        return [reorder(*row, *settings) for row in zip(queries, rankings, read, strict=True)]
+        reranker = self._rerankers[stage.name]
+        is_added = stage.add_first_stage or reranker.spec.add_first_stage
+        changes = {"top": stage.top or reranker.spec.top, "add_first_stage": is_added}
+        spec = reranker.spec.model_copy(update=changes)
+        candidates = [ranking.item_ids[: spec.top] for ranking in rankings]
+        read = await self._read(edition, stage.name, queries, candidates, caller)
+        return [
+            reorder(reranker.missing(query), ranking, found, spec, k)
+            for query, ranking, found in zip(queries, rankings, read, strict=True)
+        ]
 
     @returns_errors
     async def read(
-        self, edition: Edition, query: str | bytes, item_ids: list[str], caller: Caller
-    ) -> dict[str, JointScore]:
-        """Scores the items that the joint encoder can read. See `rerank` for the arguments."""
-        (readings,) = await self._read(edition, [query], [item_ids], caller)
+        self,
+        edition: Edition,
+        name: str,
+        query: str | bytes,
+        item_ids: list[str],
+        caller: Caller,
+    ) -> dict[str, RerankScore]:
+        """Scores the items that a reranker can read. See `rerank` for the arguments."""
+        (readings,) = await self._read(edition, name, [query], [item_ids], caller)
         return readings
 
     async def _read(
         self,
         edition: Edition,
+        name: str,
         queries: Sequence[str | bytes],
         candidates: Sequence[list[str]],
         caller: Caller,
-    ) -> list[dict[str, JointScore]]:
+    ) -> list[dict[str, RerankScore]]:
         """Scores the candidates of each query in chunks of `BATCH_PAIRS` pairs."""
         chunks = [
             [(query, ids[i : i + BATCH_PAIRS]) for i in range(0, len(ids) or 1, BATCH_PAIRS)]
             for query, ids in zip(queries, candidates, strict=True)
         ]
-        with logged("edje", queries=len(queries), version=edition.version):
+        with logged(name, queries=len(queries), version=edition.version):
             try:
                 pairs = list(itertools.chain(*chunks))
-                read = iter(await self._scheduler.run(caller, (edition, type(queries[0])), pairs))
+                group = edition, name, type(queries[0])
+                read = iter(await self._scheduler.run(caller, group, pairs))
             except SpecError as error:
                 if error.field in ("query", "index"):
                     raise
-                # A problem with the model, its encoder or its tokens, not with the request.
-                log.error("edje: %s", error)
-                raise error.at("edje") from None
+                # A problem with the model, its endpoint or its tokens, not with the request.
+                log.error("%s: %s", name, error)
+                raise error.at("reranker") from None
         return [
             dict(itertools.chain(*(next(read).items() for _ in query_chunks)))
             for query_chunks in chunks
         ]
 
     def _read_batch(
-        self, group: tuple[Edition, type], pairs: list[tuple[str | bytes, list[str]]]
-    ) -> list[dict[str, JointScore]]:
-        searcher = self._versions.get(group[0])
-        queries = self._reranker.check(searcher.index, [query for query, _ in pairs])
+        self, group: tuple[Edition, str, type], pairs: list[tuple[str | bytes, list[str]]]
+    ) -> list[dict[str, RerankScore]]:
+        reranker, searcher = self._rerankers[group[1]], self._versions.get(group[0])
+        queries = reranker.check(searcher.index, [query for query, _ in pairs])
         pause()  # opening the index may have taken long
-        return self._reranker.score(searcher, queries, [ids for _, ids in pairs])
+        return reranker.score(searcher, queries, [ids for _, ids in pairs])

@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from pipeline.config import Spec, SpecError
 from pipeline.search.federation import Join
 from pipeline.search.fusion import Fusion
-from pipeline.search.options import RerankMethod, SearchOptions
+from pipeline.search.options import VECTORS, SearchOptions
 from pipeline.search.results import Hit, Response
 from pipeline.search.scores import Score
 
@@ -70,7 +70,7 @@ class Problem(Response):
     message: str
     """Error message."""
     field: str | None = None
-    """Path of the invalid field of the request, such as `rerank.rerank_depth`."""
+    """Path of the invalid field of the request, such as `rerank.top`."""
     request_id: str | None = None
     """Id of the request in the logs of the server."""
 
@@ -270,8 +270,8 @@ class _SearchResponse(Response):
     warnings: list[str]
     """Warnings, for example that reranking failed or a text was truncated."""
     durations_ms: dict[str, float]
-    """Duration of each stage (`encode`, `search`, `rerank` or `edje`, `describe`, or
-    `FEDERATION.MEMBER` for each member) and `total`, in milliseconds."""
+    """Duration of each stage (`encode`, `search`, `rerank` or the name of a reranker, `describe`,
+    or `FEDERATION.MEMBER` for each member) and `total`, in milliseconds."""
 
 
 class SearchResponse(_SearchResponse):
@@ -335,9 +335,8 @@ class RerankRequest(Request):
 
     index: Name | None = None
     """Name of the index. Optional if the access key can access only one index."""
-    method: RerankMethod = "vectors"
-    """Scoring method: `vectors` computes exact MaxSim scores, `edje` applies EDJE's joint
-    encoder."""
+    name: str = Field(VECTORS, max_length=256)
+    """Name of a reranker of the index, or `vectors` for exact MaxSim scores."""
     representation: str | None = None
     """Representation that `vectors` scores with, or a prefix `NAME@K`. Default: the default
     representation."""
@@ -349,9 +348,9 @@ class RerankRequest(Request):
     """Maximum number of items to return. Null means all."""
 
     @model_validator(mode="after")
-    def _check_method(self) -> RerankRequest:
-        is_valid = self.method == "vectors" or self.representation is None
-        self.require(is_valid, "representation", "omitted unless method is vectors")
+    def _check_name(self) -> RerankRequest:
+        is_valid = self.name == VECTORS or self.representation is None
+        self.require(is_valid, "representation", f"omitted unless name is {VECTORS}")
         return self
 
 
@@ -361,7 +360,7 @@ class ScoredItem(Response):
     item_id: str
     """Id of the item."""
     score: float
-    """MaxSim score, or logit of EDJE."""
+    """MaxSim score, or score of the reranker."""
 
 
 class RerankResponse(Response):
@@ -374,14 +373,14 @@ class RerankResponse(Response):
     version: int
     """Version of the index."""
     representation: str | None
-    """Name of the representation, or null for `edje`."""
+    """Name of the representation, or null for a reranker."""
     results: list[ScoredItem]
     """Items, best first."""
     missing: list[str]
-    """Items that could not be scored: items that are not in the index, or without vectors, EDJE
-    tokens or, for an image query by EDJE, a text."""
+    """Items that could not be scored: items that are not in the index, or without vectors or the
+    content that the reranker reads."""
     warnings: list[str] = Field(default_factory=list)
-    """Warnings, for example that EDJE truncated a text."""
+    """Warnings, for example that a reranker truncated a text."""
 
 
 class Item(Response):
@@ -454,8 +453,8 @@ class IndexInfo(Response):
     """Name of the default representation. Null before the first representation."""
     representations: list[Representation]
     """Representations of the items."""
-    edje: bool = False
-    """Whether hits can be reranked by EDJE."""
+    rerankers: list[str] = Field(default_factory=list)
+    """Names of the rerankers of the index."""
     columns: dict[str, str]
     """Columns that a filter can use, with their Arrow types."""
 

@@ -80,6 +80,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """
 
         name: Literal["edje"] = "edje"
+        index: str | None = None
+        """Index whose encoder is used in place of `encoder`, and whose vectors select the default
+        of `first_stage`."""
         hidden_states_cache: Uri | None = None
         """Folder in which its hidden states are cached, so that it runs once per query and
         document. Null runs it in each epoch."""
@@ -130,6 +133,22 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """Number of candidates of the first stage that evaluations rerank."""
         add_first_stage: bool = False
         """Adds the first stage's score to that of the joint encoder there."""
+
+        @model_validator(mode="before")
+        @classmethod
+        def _read_index(cls, fields: Any) -> Any:
+            """Reads the encoder from an index, so that stored specs do not depend on it."""
+            if not isinstance(fields, Mapping) or fields.get("index") is None:
+                return fields
+            if fields.get("encoder") is not None:
+                raise SpecError("encoder", fields["encoder"], "null if index is set")
+            from pipeline.index.reader import IndexReader  # needs Lance
+            from pipeline.search.options import representation_info
+
+            info = representation_info(IndexReader(config.absolute(str(fields["index"]))))
+            first_stage = "single_vector" if info.pooled_column else "maxsim"
+            read = {"index": None, "encoder": info.encoder.spec}
+            return {"first_stage": first_stage, **fields, **read}
 
         @model_validator(mode="after")
         def _fits_together(self) -> Self:

@@ -205,10 +205,11 @@ class Server:
         self.body = {"k": K, "representation": COLUMN}
         names = ["gateway"]
         names += [] if single_process else ["encoder", "searcher", "reranker", "library"]
+        rerank = {"rerank": {"name": "edje", "model": edje}} if edje else {}
         settings = {
             **{name: {"num_replicas": num_replicas} for name in names},
             "single_process": single_process,
-            "indexes": {"bench": {"uri": uri, "preload": [COLUMN], "edje": edje}},
+            "indexes": {"bench": {"uri": uri, "preload": [COLUMN], **rerank}},
             "limits": {"max_in_flight_requests": 32},
             "reload_interval_s": 1,
         }
@@ -432,7 +433,7 @@ def kills(bench: Bench, server: Server, args: Any) -> None:
         for retries in (True, False):
             plain = dict(server.body)
             if deployment.startswith("Reranker"):
-                server.body = {**plain, "rerank": {"rerank_depth": 20, "representation": COLUMN}}
+                server.body = {**plain, "rerank": {"top": 20, "representation": COLUMN}}
             wait = server.start_load(30, retries=retries, rate=rate)
             time.sleep(8)
             server.kill(deployment)
@@ -477,12 +478,13 @@ def swap(bench: Bench, server: Server, args: Any) -> None:
 
 def reranking(bench: Bench, server: Server, edje: str, args: Any) -> None:
     """Measures pairs per second of EDJE's second stage, and its latency at equal load."""
-    from pipeline.search.rerank import Reranker
+    from pipeline.search.rerankers import load_rerankers
 
-    searcher, reranker = open_index(server.uri), Reranker(edje, RERANK_DEPTH)
+    searcher = open_index(server.uri)
+    (reranker,) = load_rerankers({"name": "edje", "model": edje, "top": RERANK_DEPTH})
     seconds = max(args.seconds / 6, 3)
     plain = server.body
-    reranked = {**plain, "rerank": {"method": "edje", "rerank_depth": RERANK_DEPTH}}
+    reranked = {**plain, "rerank": {"name": "edje", "top": RERANK_DEPTH}}
     rates: dict[str, list[float]] = {}
     for repeat in range(args.repeats + 1):  # the first is a warm-up
         for at_once in (1, 8, 32):

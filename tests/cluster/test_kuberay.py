@@ -247,7 +247,7 @@ def test_replicas_of_the_service_fit_on_its_smallest_cluster():
     scales = [
         value
         for name in ServeSpec.model_fields
-        if isinstance(value := getattr(settings, name), Scale) and name != "edje"
+        if isinstance(value := getattr(settings, name), Scale) and name != "rerank_models"
     ]
     (group,) = spec["rayClusterConfig"]["workerGroupSpecs"]
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]

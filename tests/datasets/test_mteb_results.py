@@ -23,11 +23,10 @@ from pipeline.index.checks import check
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import BENCHMARKS, ENCODERS
 from pipeline.schema import Composed
-from pipeline.search.rerank import Reranker
 from pipeline.search.searcher import open_index
 from tests.bench.index_run import bare_loop
 from tests.datasets import mteb_data
-from tests.encoders.edje.models import edje_of
+from tests.encoders.edje.models import edje_of, reranker_of
 
 pytestmark = mteb_data.NEEDS_MTEB
 
@@ -289,7 +288,7 @@ def test_pools_are_reranked(cluster, tmp_path, checkpoint):
     progress = job.run(parse(IndexSpec, spec), IndexResources(), job="1", report=lambda line: None)
     assert progress.new == mteb_data.NUM_DOCUMENTS
     uri = spec["index"]
-    rerank = [{"model": model, "rerank_depth": 3}]
+    rerank = [{"name": "edje", "model": model, "top": 3}]
     evaluation = evaluate(tmp_path, uri, source, rerank=rerank)
     pools = load(task, data, subset="english").pools
     assert pools is not None
@@ -300,7 +299,7 @@ def test_pools_are_reranked(cluster, tmp_path, checkpoint):
             found, pool = set(scores), set(pools[query_id])
             assert found <= pool if name == "bm25" else found == pool, name
 
-    searcher, reranker = open_index(uri), Reranker(model, 3)
+    searcher, reranker = open_index(uri), reranker_of(model, 3)
     (query_id, text), *_ = load(task, data, subset="english").queries.items()
     rankings = searcher.rank([text], "full", k=3, score="single_vector", ids=pools[query_id])
     (expected,) = reranker.rerank(searcher, [text], rankings, 3)

@@ -18,8 +18,9 @@ from pipeline.registry import ENCODERS
 from tests.images import noise, png
 from tests.tiny.checkpoints import FAMILIES
 
-#: Families of encoders. BLIP is a reranker, and miniatures read GTE-ModernBERT as a ColBERT.
-ENCODER_FAMILIES = [family for family in FAMILIES if family not in ("blip", "gte_modernbert")]
+#: Families of encoders. Two are rerankers, and miniatures read GTE-ModernBERT as a ColBERT.
+OTHERS = ("blip", "cross_encoder", "gte_modernbert")
+ENCODER_FAMILIES = [family for family in FAMILIES if family not in OTHERS]
 GOLDEN = json.loads((Path(__file__).parent / "golden_ids.json").read_text("utf-8"))
 #: Registered name of each family of checkpoints whose name differs.
 NAMES = {

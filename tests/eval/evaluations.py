@@ -116,6 +116,8 @@ def diagnosed_rows():
 
 def reranked(depth: int, first: str, added: bool, quality: float):
     """Returns the row of a reranker behind the row `first`."""
-    settings = {"model": "m", "rerank_depth": depth, "add_first_stage": added, "precision": None}
+    spec = {"name": "edje", "model": "m", "top": depth, "add_first_stage": added, "label": ""}
+    cost = {"queries": 2.0, "pairs": 2.0 * depth, "unread": 0.0, "requests": 0.0, "seconds": 0.5}
+    settings = {"rerankers": [spec], "parameters": 10, **cost}
     row = result(f"edje_{first}_{depth}_{added}", "edje", None, quality=[quality] * 2, score="edje")
     return replace(row, first_stage=first, rerank=settings, compressor={})

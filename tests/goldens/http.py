@@ -76,7 +76,8 @@ def responses() -> dict[str, Any]:
     uris["copy"] = str(shutil.copytree(uris["shapes"], folder() / "copy"))
     indexes: dict[str, Any] = {name: {"uri": uri} for name, uri in uris.items()}
     indexes["demo"]["num_shards"] = 2
-    indexes["shapes"]["edje"] = str(ROOT / "jobs/data/models/shapes_edje")
+    model = str(ROOT / "jobs/data/models/shapes_edje")
+    indexes["shapes"]["rerank"] = {"name": "edje", "model": model}
     write_keys(folder() / "keys.yaml", KEYS)
     members = {"demo": {"index": "demo"}, "methods": {"index": "methods", "weight": 0.5}}
     settings = {

@@ -121,7 +121,7 @@ def test_trace_of_a_search(collector, lexical_uri, tmp_path):
         "representation": "hpool_2",
         "candidates": "bm25",
         "num_candidates": 2,
-        "rerank": {"rerank_depth": 2},
+        "rerank": {"top": 2},
     }
     try:
         wait_until_it_answers(process, url)

@@ -74,9 +74,9 @@ def error_message(
         ({"filter": "1" + "+1" * 4900 + "=1"}, "filter", "at most 400 operators"),
         ({"filter": "`repeat`(text, 1000000) = 'x'"}, "filter", "does not parse"),
         ({"group_by": "source"}, "group_by", "parent"),
-        ({"rerank": {"rerank_depth": 101}}, "rerank.rerank_depth", "at most 100, got 101"),
+        ({"rerank": {"top": 101}}, "rerank.top", "at most 100, got 101"),
         ({"rerank": {"representation": "nope"}}, "rerank.representation", "nope"),
-        ({"rerank": {"method": "edje"}}, "rerank.method", "indexes.texts.edje"),
+        ({"rerank": {"name": "edje"}}, "rerank.name", "indexes.texts.rerank"),
         ({"surprise": 1}, "surprise", "unknown field"),
         ({"rerank": {"depth": 5}}, "rerank.depth", "unknown field"),
     ],
@@ -397,7 +397,7 @@ def test_logs_of_all_stages_contain_request_id_but_not_query(http):
         **SEARCH,
         "query": "zeppelin",
         "representation": "hpool_2",
-        "rerank": {"rerank_depth": 3},
+        "rerank": {"top": 3},
     }
     http.post("/v1/search", json=query, headers={"X-Request-ID": "trace-7"})
     session = ray._private.worker.global_worker.node.get_session_dir_path()

@@ -24,7 +24,7 @@ def test_prefixes_of_representations(served):
     rerank = Rerank(representation="nested_8@5")
     request = wire.SearchRequest(query="a wing", representation="nested_8@3", rerank=rerank)
     options = search_options(request, served, 1, Limits())
-    assert (options.column, options.rerank.representation) == ("nested_8@3", "nested_8@5")
+    assert (options.column, options.rerank[0].representation) == ("nested_8@3", "nested_8@5")
 
 
 @pytest.mark.parametrize("field", ["representation", "rerank.representation"])

@@ -331,6 +331,23 @@ def colbert_bert(folder: Path) -> Path:
     return folder
 
 
+def cross_encoder(folder: Path) -> Path:
+    """Writes a cross-encoder that sentence-transformers has saved."""
+    from sentence_transformers import CrossEncoder
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    words = AutoTokenizer.from_pretrained(colbert_bert(folder / "words"))
+    words.model_max_length = 64
+    sizes = small_text_config(words)
+    settings = BertConfig(**sizes, max_position_embeddings=64, num_labels=1)
+    model = BertForSequenceClassification(settings)
+    torch.nn.init.normal_(model.classifier.weight, std=2.0)
+    model.save_pretrained(folder / "plain")
+    words.save_pretrained(folder / "plain")
+    CrossEncoder(str(folder / "plain")).save_pretrained(str(folder / "saved"))
+    return folder / "saved"
+
+
 def gte_modernbert(folder: Path) -> Path:
     """Writes a single-vector text encoder in the format of Sentence Transformers."""
     _modernbert(folder)
@@ -653,6 +670,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "clip": clip,
     "blip": blip,
     "colbert_bert": colbert_bert,
+    "cross_encoder": cross_encoder,
     "colbert_modernbert": colbert_modernbert,
     "gte_modernbert": gte_modernbert,
     "qwen2_vl": qwen2_vl,

@@ -18,15 +18,23 @@ from examples.papers.synthetic import SHAPES
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders.edje.model import load_adapter, load_joint
+from pipeline.index.reader import IndexReader
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.tokens import unit_vectors
-from pipeline.train.edje import DEFAULT_TEMPERATURE, TEACHER, sample_positives, texts_of
+from pipeline.train.edje import (
+    DEFAULT_TEMPERATURE,
+    TEACHER,
+    EdjeLearner,
+    sample_positives,
+    texts_of,
+)
 from pipeline.train.loop import Loop, check
 from pipeline.train.losses import late_scores
 from pipeline.train.spec import TrainSpec
 from tests.bench import rerank
 from tests.conftest import ROOT
 from tests.encoders.edje.models import language_model
+from tests.images import index_captioned, noise, png
 from tests.tiny import untrained as tiny
 from tests.train.runs import assert_same, logged, run_workers, spec_of, trained, weights_of
 
@@ -676,3 +684,20 @@ def test_shapes_specs_build_on_each_other(name, runs):
             assert before[start].learner.encoder == learner.encoder
             assert before[start].data.series == spec.data.series == 0
             assert "studies" not in name or before[start].seed == spec.seed
+
+
+def test_encoder_of_an_index(cluster, run_of, towers, tmp_path):
+    """The encoder and the first stage are those of the index; stored specs do not name it."""
+    photos = {f"{seed}.png": png(noise(40, 40, seed)) for seed in range(2)}
+    uri = index_captioned(tmp_path / "photos", towers, photos)
+    spec = run_of("run", {"encoder": None, "index": uri})
+    assert spec.learner.index is None and spec.learner.encoder.model == towers["model"]
+    assert spec.learner.first_stage == "single_vector"
+    assert config.parse(type(spec), config.dump(spec)) == spec
+    learner = EdjeLearner(spec.learner)
+    stored = next(iter(IndexReader(uri).representations().values()))
+    assert learner.edje.vision["fingerprint"] == stored.encoder.fingerprint
+    with pytest.raises(SpecError, match="^learner.encoder must be null if index is set"):
+        run_of("run", {"index": uri})
+    with pytest.raises(SpecError, match="^learner.index must be"):
+        run_of("run", {"encoder": None, "index": str(tmp_path / "none")})

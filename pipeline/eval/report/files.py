@@ -21,6 +21,7 @@ from pipeline.eval.report.tables import (
     paper_table,
     per_query_csv,
     query_categories_csv,
+    rerank_table,
     table,
 )
 from pipeline.eval.results import RESULTS, Evaluation
@@ -38,6 +39,7 @@ def write(evaluation: Evaluation, folder: str) -> list[str]:
         "per_query.csv": per_query_csv(evaluation),
         **_category_tables(evaluation),
         **_candidates_tables(evaluation),
+        **_rerank_tables(evaluation),
         **_comparisons_tables(evaluation),
         "table.md": table(evaluation).markdown(),
         "table.csv": paper_csv(evaluation),
@@ -79,6 +81,13 @@ def _candidates_tables(evaluation: Evaluation) -> dict[str, str]:
         return {}
     table = candidates_table(evaluation)
     return {"candidates.csv": table.csv(), "candidates.md": table.markdown()}
+
+
+def _rerank_tables(evaluation: Evaluation) -> dict[str, str]:
+    if not any(result.rerank for result in evaluation.results):
+        return {}
+    table = rerank_table(evaluation)
+    return {"reranking.csv": table.csv(), "reranking.md": table.markdown()}
 
 
 def _comparisons_tables(evaluation: Evaluation) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pipeline.eval.results import (
     Evaluation,
     PlannedComparison,
     Result,
+    compare_rows,
 )
 from pipeline.eval.views import CandidatesScan, candidates_scans, line_name, maxsim_rows
 from pipeline.runtime.text import Table, decimal, p_value, percentage, tex
@@ -190,6 +191,39 @@ def candidates_table(evaluation: Evaluation) -> Table:
         for number, row in scan.rows.items()
     ]
     return Table([header, *rows])
+
+
+def rerank_table(evaluation: Evaluation) -> Table:
+    """Formats the gain of rerankers over their first stage, with its interval, and their cost.
+
+    The times are those of reranking only, and all queries were reranked in one batch.
+    """
+    measure, names = evaluation.headline, {row.name for row in evaluation.results}
+    rows = [r for r in evaluation.results if r.rerank and r.first_stage in names]
+    gains = compare_rows([(r, evaluation.row(r.first_stage)) for r in rows], measure)
+    header = ["reranker", "first stage", "top", f"{measure} before", "after", "difference"]
+    header += ["95 % interval", "p", "ms/query", "pairs/s", "requests/query", "unread"]
+    cells = []
+    for row, gain in zip(rows, gains, strict=True):
+        cost, seconds = row.rerank, row.rerank["seconds"]
+        num_queries = cost["queries"] / len(cost["rerankers"])
+        cells.append(
+            [
+                row.name,
+                row.first_stage,
+                " + ".join(str(spec["top"]) for spec in cost["rerankers"]),
+                f"{evaluation.quality(evaluation.row(row.first_stage)):.4f}",
+                f"{evaluation.quality(row):.4f}",
+                f"{gain.difference:+.4f}",
+                f"[{gain.low:+.4f}, {gain.high:+.4f}]",
+                p_value(gain.p),
+                f"{1000 * seconds / num_queries:,.1f}",
+                f"{cost['pairs'] / seconds:,.1f}",
+                f"{cost['requests'] / num_queries:g}",
+                f"{cost['unread']:,.0f}",
+            ]
+        )
+    return Table([header, *cells])
 
 
 def _recalls(scan: CandidatesScan) -> list[str]:

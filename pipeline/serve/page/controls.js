@@ -29,7 +29,7 @@ const FIELDS = {
   k: "k",
   group_by: "group",
   filter: "filter",
-  "rerank.rerank_depth": "depth",
+  "rerank.top": "depth",
   rerank: "rerank",
 };
 /** Fields whose control has a label with the same meaning. */
@@ -41,7 +41,7 @@ const LABELLED = new Set([
   "k",
   "group_by",
   "filter",
-  "rerank.rerank_depth",
+  "rerank.top",
 ]);
 /** Fields of the state that are set by a control of the same id. */
 export const CONTROLS = [
@@ -110,7 +110,7 @@ export function fillControls(state, indexes, facets) {
   const names = [...representationLabels(info, facets)];
   const reranking = [["", "no reranking"]];
   reranking.push(...names.map(([name, label]) => [`vectors:${name}`, `MaxSim of ${label}`]));
-  if (info?.edje) reranking.push(["edje", "EDJE"]);
+  reranking.push(...(info?.rerankers ?? []).map((name) => [name, name]));
   const all = combined({ ...DEFAULTS, view: state.view }, info);
   for (const [side, suffix] of [["a", ""], ["b", "2"]]) {
     const isBoth = side === "a" && combined(state, info) !== null;

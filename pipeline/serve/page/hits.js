@@ -101,8 +101,8 @@ export function scores(hit) {
   if (parts.bm25 !== null && parts.bm25 !== undefined) {
     shown.push(h("span", {}, `BM25 ${number(parts.bm25)}`));
   }
-  if (hit.edje?.logit !== null && hit.edje?.logit !== undefined) {
-    shown.push(h("span", {}, `EDJE ${number(hit.edje.logit)}`));
+  if (hit.rerank?.score !== null && hit.rerank?.score !== undefined) {
+    shown.push(h("span", {}, `reranker ${number(hit.rerank.score)}`));
   }
   for (const { member, rank, score, value } of hit.members ?? []) {
     const title = `Rank ${rank} in ${member}, whose score ${number(score)} adds ${number(value)}`;

@@ -104,10 +104,11 @@ export function searchBody(state, image = null, side = "a") {
   if (state.ids) body.ids = state.ids;
   const rerank = side === "b" ? state.rerank2 : state.rerank;
   if (rerank) {
-    const [method, name] = splitOnce(rerank, ":");
-    body.rerank = { method };
-    if (name) body.rerank.representation = name;
-    if (state.depth) body.rerank.rerank_depth = asNumber(state.depth);
+    const [name, representation] = splitOnce(rerank, ":");
+    // If a model fails, the page shows the hits without it, and the reason.
+    body.rerank = name === "vectors" ? { name } : { name, optional: true };
+    if (representation) body.rerank.representation = representation;
+    if (state.depth) body.rerank.top = asNumber(state.depth);
   }
   return body;
 }

@@ -22,6 +22,7 @@ from pipeline.encoders.edje.adapter import Adapter
 from pipeline.encoders.edje.joint import JointEncoder
 from pipeline.encoders.edje.model import Edje
 from pipeline.registry import ENCODERS
+from pipeline.search.rerankers import Reranker, load_rerankers
 from tests.tiny.checkpoints import tokenizer
 
 #: Configuration class, model class and extra settings of each checkpoint.
@@ -79,6 +80,12 @@ def edje(folder: Path, width: int = 16, **adapter: Any) -> Edje:
     spec = Adapter.Spec(**{"num_tokens": 3, "hidden": 12, "heads": 2, **adapter})
     vision = {"spec": {}, "fingerprint": "vision"}
     return Edje(Adapter(spec, width, joint.dim), joint, vision).eval()
+
+
+def reranker_of(folder: str, top: int = 10, add_first_stage: bool = False) -> Reranker[Any]:
+    """Loads a reranker with an EDJE."""
+    options = {"model": folder, "top": top, "add_first_stage": add_first_stage}
+    return load_rerankers({"name": "edje", **options})[0]
 
 
 def edje_of(folder: Path, dual: dict[str, Any], max_text_tokens: int = 24, seed: int = 0) -> str:

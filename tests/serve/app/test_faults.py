@@ -23,7 +23,7 @@ from tests.serve.conftest import at_once, children, cpu_seconds, write_keys
 pytestmark = pytest.mark.heavy
 
 SEARCH = {"query": "the lift of a wing", "index": "i"}
-RERANK = {**SEARCH, "representation": "hpool_2", "rerank": {"rerank_depth": 5}}
+RERANK = {**SEARCH, "representation": "hpool_2", "rerank": {"top": 5}}
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +120,10 @@ def test_a_federation_answers_while_a_replica_of_a_member_is_killed(url):
 
 def test_optional_reranking_falls_back_to_first_stage(url):
     with Client(url, tries=10) as client:
-        reranked = client.search(**{**RERANK, "rerank": Rerank(rerank_depth=5)})
+        reranked = client.search(**{**RERANK, "rerank": Rerank(top=5)})
         assert reranked.reranked and not reranked.warnings
         kill("Reranker-i")
-        degraded = client.search(**{**RERANK, "rerank": Rerank(rerank_depth=5, optional=True)})
+        degraded = client.search(**{**RERANK, "rerank": Rerank(top=5, optional=True)})
         assert not degraded.reranked and "not reranked" in degraded.warnings[0]
         first = client.search(SEARCH["query"], index="i", representation="hpool_2")
         assert [hit.item_id for hit in degraded.hits] == [hit.item_id for hit in first.hits]

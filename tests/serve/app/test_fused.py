@@ -74,7 +74,7 @@ def test_settings_of_a_request_replace_those_of_the_index(client, lexical_uri):
 
 def test_reranks_fused_hits(client):
     options = {"index": "sharded", "score": "fused", "k": 3}
-    rerank = Rerank(rerank_depth=6, representation="hpool_2")
+    rerank = Rerank(top=6, representation="hpool_2")
     fused = client.search(QUERIES[0], **{**options, "k": 6}).hits
     hits = client.search(QUERIES[0], rerank=rerank, **options).hits
     first = {hit.item_id: (hit.rank, hit.score) for hit in fused}

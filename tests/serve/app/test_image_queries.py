@@ -75,7 +75,7 @@ def test_composed_queries(serving_once, checkpoint, tmp_path):
         results = client.search_batch(queries, k=3).results
         assert results[0] == results[4] == client.search(query, k=3).hits
         assert [results[0]] * 3 != results[1:4] and results[0] not in results[1:4]
-        reranked = client.search(query, k=2, representation="hpool_8", rerank={"rerank_depth": 5})
+        reranked = client.search(query, k=2, representation="hpool_8", rerank={"top": 5})
         assert [hit.score for hit in reranked.hits] == pytest.approx(
             [hit.score for hit in searcher.search(query, "full", k=2)], rel=1e-4
         )

@@ -72,7 +72,7 @@ def test_calls_go_to_replicas_with_loaded_vectors(serving_once: Start, index_uri
     edition = IndexReader(index_uri).edition
     assert loaded("warm", "Searcher-i-0") == [{(edition, FULL)}] * 2
     with Client(url) as client:
-        rerank = {"rerank": {"representation": "hpool_4", "rerank_depth": 3}}
+        rerank = {"rerank": {"representation": "hpool_4", "top": 3}}
         client.search(QUERY, representation="hpool_2", **rerank)
         time.sleep(4)  # until the router knows the statistics
         for _ in range(15):

@@ -105,7 +105,7 @@ def test_batch_search(client, searcher, index):
         assert_same(hits, searcher.search(query, k=3))
 
 
-@pytest.mark.parametrize("rerank", [None, Rerank(rerank_depth=4)])
+@pytest.mark.parametrize("rerank", [None, Rerank(top=4)])
 def test_batch_of_maximum_size(client, searcher, rerank):
     queries = QUERIES * 50
     vectors = np.ones((1, 384), np.float32)
@@ -158,7 +158,7 @@ def test_reranking(client, searcher, index):
         first = searcher.rank([query], "random_4", k=4)[0]
         reranked = searcher.rank([query], "full", k=2, ids=first.item_ids)[0]
         response = client.search(
-            query, index=index, representation="random_4", k=2, rerank=Rerank(rerank_depth=4)
+            query, index=index, representation="random_4", k=2, rerank=Rerank(top=4)
         )
         assert response.reranked and [hit.item_id for hit in response.hits] == reranked.item_ids
         scores = [hit.score for hit in response.hits]
@@ -246,7 +246,7 @@ def test_item_as_query(client, searcher, index, score):
         ({"item": "wing/1", "times": [1, 1]}, {}, "query.times"),
         ({"item": ""}, {}, "query.item"),
         ({"item": "wing/1", "page": 1}, {}, "query.page"),
-        ({"item": "wing/1"}, {"rerank": {"method": "edje"}}, "rerank.method"),
+        ({"item": "wing/1"}, {"rerank": {"name": "edje"}}, "rerank.name"),
     ],
 )
 def test_rejects_invalid_item_queries(http, query, options, field):
@@ -260,7 +260,7 @@ def test_item_as_query_with_rerank(client):
         wire.StoredItem(item="wing/1"),
         index="texts",
         representation="hpool_2",
-        rerank=Rerank(representation="full", rerank_depth=6),
+        rerank=Rerank(representation="full", top=6),
         k=2,
     ).hits
     assert hits[0].item_id == "wing/1" and hits[0].first_stage is not None

@@ -48,7 +48,7 @@ def test_has_one_deployment(url):
 @pytest.mark.parametrize("index", ["i", "sharded"])
 def test_equals_in_process_search(url, uri, index):
     searcher = open_index(uri)
-    rerank = {"representation": "full", "rerank_depth": 5}
+    rerank = {"representation": "full", "top": 5}
 
     with Client(url) as client:
         search = partial(client.search, QUERY, index=index)

@@ -58,7 +58,9 @@ def test_search_bodies(page):
     assert body(sides)["representation"] == "full" and "rerank" not in body(sides)
     right = body(sides, None, "b")
     assert right["representation"] == "hpool_4"
-    assert right["rerank"] == {"method": "vectors", "representation": "full", "rerank_depth": 7}
+    assert right["rerank"] == {"name": "vectors", "representation": "full", "top": 7}
+    model = body({"q": "a", "rerank": "edje", "depth": "7"})
+    assert model["rerank"] == {"name": "edje", "optional": True, "top": 7}
     scores = {"q": "a", "score": "hybrid"}
     assert body(scores)["score"] == body(scores, None, "b")["score"] == "hybrid"
     assert body({**scores, "score2": "fused"}, None, "b")["score"] == "fused"
@@ -302,13 +304,13 @@ def test_alternatives(page):
 
 
 def test_copied_commands(page):
-    body = {"query": "it's", "k": 3, "rerank": {"method": "vectors"}}
+    body = {"query": "it's", "k": 3, "rerank": {"name": "vectors"}}
     curl = page.module("text.js", f"m.asCurl('http://h/v1/search', {js(body)}, true)")
     assert "'http://h/v1/search'" in curl and "Bearer $MAXRAY_KEY" in curl
     assert "it'\\''s" in curl
     code = page.module("text.js", f"m.asPython('http://h', {js(body)})")
     compile(code, "copied", "exec")
-    assert 'client.search("it\'s", k=3, rerank={"method": "vectors"})' in code
+    assert 'client.search("it\'s", k=3, rerank={"name": "vectors"})' in code
     assert "MAXRAY_KEY" not in code
     code = page.module("text.js", f"m.asPython('http://h', {js(body)}, true)")
     compile(code, "copied", "exec")

@@ -194,7 +194,7 @@ def test_more_results_order_and_layout(browser, page_url, client):
 
 def test_rerank_and_scores(browser, page_url, client):
     open_search(browser, page_url, q=QUERY, rep="random_1", rerank="vectors:full", depth="8", k="4")
-    options = {"method": "vectors", "representation": "full", "rerank_depth": 8}
+    options = {"name": "vectors", "representation": "full", "top": 8}
     expected = client.search(
         QUERY, index="items", representation="random_1", rerank=options, k=4
     ).hits

@@ -28,10 +28,11 @@ from pipeline.eval.views import depth_scans
 from pipeline.index.reader import IndexReader
 from pipeline.schema import Composed
 from pipeline.search.map_sheets import HIT_STEP
-from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
+from pipeline.search.rerankers import NO_TEXT
+from pipeline.search.rerankers.edje import NO_TOKENS
 from pipeline.search.searcher import open_index
 from pipeline.search.sharded import ShardedSearcher
-from tests.encoders.edje.models import edje_of
+from tests.encoders.edje.models import edje_of, reranker_of
 from tests.images import index_captioned, noise, png
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -71,7 +72,7 @@ def stored_tokens(uri: str) -> dict[str, torch.Tensor | None]:
     }
 
 
-def joint_scores(reranker: Reranker, text: str, uri: str) -> dict[str, float]:
+def joint_scores(reranker: Any, text: str, uri: str) -> dict[str, float]:
     """Returns the joint scores of all items, computed one by one."""
     scores = {}
     for name, tokens in stored_tokens(uri).items():
@@ -84,7 +85,7 @@ def joint_scores(reranker: Reranker, text: str, uri: str) -> dict[str, float]:
 @pytest.mark.parametrize("add_first_stage", [False, True])
 @pytest.mark.parametrize("depth", [1, 4, 100])
 def test_order_by_joint_encoder(uri, model, depth, add_first_stage):
-    searcher, reranker = open_index(uri), Reranker(model, depth, add_first_stage)
+    searcher, reranker = open_index(uri), reranker_of(model, depth, add_first_stage)
     first = searcher.search(TEXT, k=NUM_PHOTOS, **SINGLE)
     joint = joint_scores(reranker, TEXT, uri)
     value = {h.item_id: joint[h.item_id] + add_first_stage * h.score for h in first}
@@ -93,14 +94,14 @@ def test_order_by_joint_encoder(uri, model, depth, add_first_stage):
     assert [h.item_id for h in reranked] == [h.item_id for h in expected]
     assert [h.rank for h in reranked] == list(range(1, NUM_PHOTOS + 1))
     for hit, before in zip(reranked, expected, strict=True):
-        record = hit.edje
+        record = hit.rerank
         assert (hit.first_stage.rank, hit.first_stage.score) == (before.rank, before.score)
         assert record.num_truncated_tokens == 0 and record.problem is None
         if before.rank <= depth:
-            assert record.logit == pytest.approx(joint[hit.item_id], abs=1e-5)
+            assert record.score == pytest.approx(joint[hit.item_id], abs=1e-5)
             assert hit.score == pytest.approx(value[hit.item_id], abs=1e-5)
         else:
-            assert record.logit is None and hit.score == before.score
+            assert record.score is None and hit.score == before.score
     fewer = searcher.search(TEXT, k=2, rerank=reranker, **SINGLE)
     assert [h.item_id for h in fewer] == [h.item_id for h in reranked[:2]]
     if depth == 100 and not add_first_stage:
@@ -108,12 +109,12 @@ def test_order_by_joint_encoder(uri, model, depth, add_first_stage):
 
 
 def test_default_rerank_depth(model):
-    reranker = Reranker(model)
-    assert reranker.rerank_depth == 10 and not reranker.add_first_stage
+    reranker = reranker_of(model)
+    assert reranker.spec.top == 10 and not reranker.spec.add_first_stage
 
 
 def test_batches_and_shards_equal_single_queries(uri, model):
-    searcher, reranker = open_index(uri), Reranker(model, 4)
+    searcher, reranker = open_index(uri), reranker_of(model, 4)
     texts = [TEXT, "lift", "a cone in a stream"]
     together = searcher.search(texts, rerank=reranker, **SINGLE)
     for text, hits in zip(texts, together, strict=True):
@@ -128,7 +129,7 @@ def test_batches_and_shards_equal_single_queries(uri, model):
 
 def test_image_query_is_scored_with_texts(uri, model, photos):
     """An image has the same tokens as query and as item; items without text are flagged."""
-    searcher, reranker = open_index(uri), Reranker(model, 5)
+    searcher, reranker = open_index(uri), reranker_of(model, 5)
     tokens, mask = reranker.image_tokens(searcher, [photos["3.png"]])
     torch.testing.assert_close(tokens, stored_tokens(uri)["3.png"], atol=2e-3, rtol=2e-3)
     assert mask.all()
@@ -143,12 +144,12 @@ def test_image_query_is_scored_with_texts(uri, model, photos):
     assert [h.item_id for h in reranked] == expected + [h.item_id for h in first[5:]]
     for hit in reranked:
         is_flagged = hit.item_id == "0.png" and hit.first_stage.rank <= 5
-        assert hit.edje.problem == (NO_TEXT if is_flagged else None)
+        assert hit.rerank.problem == (NO_TEXT if is_flagged else None)
 
 
 def test_item_without_tokens_keeps_its_rank(tmp_path, uri, model):
     uri = str(shutil.copytree(uri, tmp_path / "index"))
-    searcher, reranker = open_index(uri), Reranker(model, 5)
+    searcher, reranker = open_index(uri), reranker_of(model, 5)
     first = searcher.search(TEXT, k=NUM_PHOTOS, **SINGLE)
     second, sixth = first[1].item_id, first[5].item_id
     dataset = IndexReader(uri).dataset
@@ -162,18 +163,18 @@ def test_item_without_tokens_keeps_its_rank(tmp_path, uri, model):
     lance.write_dataset(table, dataset.uri, mode="overwrite")
     searcher = open_index(uri)
     reranked = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **SINGLE)
-    assert reranked[1].item_id == second and reranked[1].edje.problem == NO_TOKENS
-    assert reranked[1].score == first[1].score and reranked[1].edje.logit is None
+    assert reranked[1].item_id == second and reranked[1].rerank.problem == NO_TOKENS
+    assert reranked[1].score == first[1].score and reranked[1].rerank.score is None
     value = joint_scores(reranker, TEXT, uri)
     others = sorted((first[i].item_id for i in (0, 2, 3, 4)), key=lambda name: -value[name])
     assert [reranked[i].item_id for i in (0, 2, 3, 4)] == others
     # Items below the rerank depth are not scored or flagged.
-    assert reranked[5].item_id == sixth and reranked[5].edje.problem is None
+    assert reranked[5].item_id == sixth and reranked[5].rerank.problem is None
 
 
 def test_deleted_items_and_no_candidates(tmp_path, uri, model, photos):
     uri = str(shutil.copytree(uri, tmp_path / "index"))
-    searcher, reranker = open_index(uri), Reranker(model)
+    searcher, reranker = open_index(uri), reranker_of(model)
     before = searcher.search(TEXT, rerank=reranker, **SINGLE)
     best = before[0].item_id
     IndexReader(uri).dataset.delete(f"item_id = '{best}'")
@@ -188,27 +189,27 @@ def test_deleted_items_and_no_candidates(tmp_path, uri, model, photos):
 
 
 def test_long_text_is_truncated(tmp_path, uri, dual):
-    short = Reranker(edje_of(tmp_path, dual, max_text_tokens=6))
+    short = reranker_of(edje_of(tmp_path, dual, max_text_tokens=6))
     # The adapter and therefore the tokens are those of the index.
     hits = open_index(uri).search(TEXT, rerank=short, **SINGLE)
     num_tokens = len(short.joint.tokenizer(TEXT)["input_ids"])
     assert num_tokens > 6
-    assert {hit.edje.num_truncated_tokens for hit in hits} == {num_tokens - 6}
+    assert {hit.rerank.num_truncated_tokens for hit in hits} == {num_tokens - 6}
 
 
 def test_rejects_invalid_requests(tmp_path, uri, dual, model, photos):
     """Errors are reported before queries are encoded."""
-    searcher, reranker = open_index(uri), Reranker(model)
+    searcher, reranker = open_index(uri), reranker_of(model)
     plain = index_captioned(tmp_path / "plain", dual, photos)
     with pytest.raises(
         SpecError,
-        match=r"^rerank must be null for an index without rerank_tokens, got '.*';"
+        match=r"^rerank.model must be an EDJE whose rerank_tokens the index has, got '.*';"
         r" .*`maxray add tokens SPEC.yaml rerank=.*`$",
     ):
         open_index(plain).search(TEXT, rerank=reranker, **SINGLE)
-    other = Reranker(edje_of(tmp_path / "other", dual, seed=1))
+    other = reranker_of(edje_of(tmp_path / "other", dual, seed=1))
     adapters = "an EDJE model with the adapter of the index, .*, which has the adapter "
-    with pytest.raises(SpecError, match=f"^rerank must be {adapters}"):
+    with pytest.raises(SpecError, match=f"^rerank.model must be {adapters}"):
         searcher.search(TEXT, rerank=other, **SINGLE)
     rule = "null unless every query is a text or an image"
     for query in (np.ones((2, 32)), Composed(TEXT, photos["1.png"]), searcher.queries([TEXT])):
@@ -216,18 +217,20 @@ def test_rejects_invalid_requests(tmp_path, uri, dual, model, photos):
             SpecError, match=f"^rerank must be {rule}, got .*, which does not support encoded"
         ):
             searcher.search(query, "hpool_4", rerank=reranker)
-    with pytest.raises(SpecError, match="^rerank_depth must be an integer >= 1, got 0$"):
-        Reranker(model, 0)
-    with pytest.raises(SpecError, match="^rerank must be a folder .*, which has no edje.json$"):
-        Reranker(str(tmp_path))
+    with pytest.raises(SpecError, match="^rerank.top must be greater than or equal to 1, got 0$"):
+        reranker_of(model, 0)
+    with pytest.raises(
+        SpecError, match="^rerank.model must be a folder .*, which has no edje.json$"
+    ):
+        reranker_of(str(tmp_path))
     with pytest.raises(SpecError, match="^k must be greater than or equal to 1, got 0$"):
         searcher.search(TEXT, k=0, rerank=reranker)
     # Image queries do not use stored tokens.
-    assert open_index(plain).search(photos["1.png"], rerank=reranker, **SINGLE)[0].edje
+    assert open_index(plain).search(photos["1.png"], rerank=reranker, **SINGLE)[0].rerank
 
 
 def test_runs_have_the_order_of_the_second_stage(uri, model):
-    searcher, reranker = open_index(uri), Reranker(model, 4)
+    searcher, reranker = open_index(uri), reranker_of(model, 4)
     options = {name: value for name, value in SINGLE.items() if name != "explain"}
     rankings = searcher.rank([TEXT], k=NUM_PHOTOS, **options)
     (ranking,) = reranker.rerank(searcher, [TEXT], rankings, NUM_PHOTOS)
@@ -241,14 +244,15 @@ def test_runs_have_the_order_of_the_second_stage(uri, model):
 
 def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     """Covers printed hits, JSON, runs, image queries and invalid options."""
-    command = [uri, "--score", "single_vector", "--rerank", f"edje={model}", "--rerank-depth", "4"]
-    reranker = Reranker(model, 4)
+    edje = ["--score", "single_vector", "--rerank", "edje", f"model={model}", "top=4"]
+    command = [uri, *edje]
+    reranker = reranker_of(model, 4)
     reranked = open_index(uri).search(TEXT, rerank=reranker, score="single_vector")
-    search.main([*command, TEXT])
+    search.main([uri, TEXT, *edje])
     lines = [line for line in capsys.readouterr().out.splitlines() if line[:3].strip()]
     for line, hit in zip(lines, reranked, strict=True):
         assert hit.item_id in line and f"(was {hit.first_stage.rank})" in line
-    search.main([*command, TEXT, "--json"])
+    search.main([uri, TEXT, *edje, "--json"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["first_stage"]["rank"] for row in rows] == [h.first_stage.rank for h in reranked]
 
@@ -260,17 +264,22 @@ def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     assert " queries/s\n" in capsys.readouterr().out
     search.main([*command, "--image", str(tmp_path / "3.png")])
     assert "(was 1" in capsys.readouterr().out
-    search.main([*command, TEXT, "--precision", "int8", "--json"])
+    search.main([uri, TEXT, *edje, "precision=int8", "--json"])
     in_int8 = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    joint = {row["item_id"]: row["edje"]["logit"] for row in rows}
-    errors = [abs(row["edje"]["logit"] - joint[row["item_id"]]) for row in in_int8[:4]]
+    joint = {row["item_id"]: row["rerank"]["score"] for row in rows}
+    errors = [abs(row["rerank"]["score"] - joint[row["item_id"]]) for row in in_int8[:4]]
     assert 0 < max(errors) < 0.2
     short = edje_of(tmp_path / "short", dual, max_text_tokens=6)
-    search.main([uri, TEXT, "--score", "single_vector", "--rerank", f"edje={short}"])
+    search.main([uri, TEXT, "--score", "single_vector", "--rerank", "edje", f"model={short}"])
     assert re.search(r"reranker truncated the query by \d+ tokens", capsys.readouterr().out)
-    for invalid in ("maxsim", "edje", f"x={model}"):
-        with pytest.raises(SpecError, match=f"^rerank must be edje=FOLDER, .* got '{invalid}'$"):
-            search.main([uri, TEXT, "--rerank", invalid])
+    for invalid, message in (
+        (["maxsim"], "rerank.name must be one of blip, .*, got 'maxsim'"),
+        (["edje"], "field 'model' is required in rerank"),
+        (["edje", "depth=3"], "unknown field 'depth' in rerank"),
+        (["edje", model], "override must be of the form dotted.field=value"),
+    ):
+        with pytest.raises(SpecError, match=f"^{message}"):
+            search.main([uri, TEXT, "--rerank", *invalid])
 
 
 def test_sheet_shows_hits_of_both_stages(uri, model, photos, tmp_path, capsys):
@@ -278,12 +287,12 @@ def test_sheet_shows_hits_of_both_stages(uri, model, photos, tmp_path, capsys):
     image = Path(uri).parent / "1.png"
     written = tmp_path / "sheet.png"
     command = [uri, TEXT, "--score", "single_vector", "--k", "3", "--save-sheet", str(written)]
-    search.main([*command, "--rerank", f"edje={model}", "--rerank-depth", "5"])
+    search.main([*command, "--rerank", "edje", f"model={model}", "top=5"])
     assert f"sheet: {written}" in capsys.readouterr().out
     searcher = open_index(uri)
     rows = [
         searcher.search(TEXT, k=3, score="single_vector", rerank=second)
-        for second in (None, Reranker(model, 5))
+        for second in (None, reranker_of(model, 5))
     ]
     assert [hit.item_id for hit in rows[0]] != [hit.item_id for hit in rows[1]]
 
@@ -322,11 +331,6 @@ def test_sheet_shows_hits_of_both_stages(uri, model, photos, tmp_path, capsys):
         SpecError, match=r"^save-sheet must be a file that ends with .png, got '.*y.txt'$"
     ):
         search.main([*command[:-1], str(tmp_path / "y.txt")])
-    for options in (["--rerank-depth", "3"], ["--add-first-stage"], ["--precision", "int8"]):
-        with pytest.raises(SystemExit) as exit:
-            search.main([uri, TEXT, *options])
-        message = f"{options[0]} requires --rerank edje=FOLDER"
-        assert exit.value.code == 2 and message in capsys.readouterr().err
     for options, rule in (
         (["--json"], "a single query and no --run or --json"),
         (["--run", "x"], "a single query and no --run or --json"),
@@ -348,13 +352,13 @@ def test_evaluation_has_a_row_per_reranker(uri, model, photos, tmp_path):
     lines = [json.dumps({"_id": query, "text": text}) for query, text in queries.items()]
     (folder / "queries.jsonl").write_text("\n".join(lines))
     rerank = [
-        {"model": model, "rerank_depth": 3},
-        {"model": model, "rerank_depth": 7, "add_first_stage": True},
+        {"name": "edje", "model": model, "top": 3},
+        {"name": "edje", "model": model, "top": 7, "add_first_stage": True},
     ]
     rerank += [
-        {"model": model, "score": "maxsim", "label": "after_maxsim"},
-        {"model": model, "rerank_depth": 5},
-        {"model": model, "rerank_depth": 5, "precision": "bfloat16"},
+        {"name": "edje", "model": model, "score": "maxsim", "label": "after_maxsim"},
+        {"name": "edje", "model": model, "top": 5},
+        {"name": "edje", "model": model, "top": 5, "precision": "bfloat16"},
     ]
     fields = {
         "index": uri,
@@ -374,9 +378,9 @@ def test_evaluation_has_a_row_per_reranker(uri, model, photos, tmp_path):
     assert Image.open(tmp_path / "out/reranking_by_depth.png").width > 800
     searcher = open_index(uri)
     for name, reranker, score in (
-        ("edje_3", Reranker(model, 3), "single_vector"),
-        ("edje_7_added", Reranker(model, 7, add_first_stage=True), "single_vector"),
-        ("after_maxsim", Reranker(model), "maxsim"),
+        ("edje_3", reranker_of(model, 3), "single_vector"),
+        ("edje_7_added", reranker_of(model, 7, add_first_stage=True), "single_vector"),
+        ("after_maxsim", reranker_of(model), "maxsim"),
     ):
         row = evaluation.row(name)
         for query, text in queries.items():
@@ -399,7 +403,10 @@ def test_evaluation_has_a_row_per_reranker(uri, model, photos, tmp_path):
             [rerank[0], rerank[0]],
             "rerank must be unique .*, got 'edje_3', which occurs twice",
         ),
-        ([{"model": str(tmp_path)}], r"^rerank\[0\].model must be .*, which has no edje.json"),
+        (
+            [{"name": "edje", "model": str(tmp_path)}],
+            r"^rerank\[0\].model must be .*, which has no edje.json",
+        ),
     ):
         with pytest.raises(SpecError, match=message):
             run(config.parse(EvaluateSpec, {**fields, "rerank": invalid}), lines.append)

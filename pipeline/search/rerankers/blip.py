@@ -16,10 +16,11 @@ import torch
 from PIL import Image
 from transformers import BlipForImageTextRetrieval, BlipProcessor
 
-from pipeline.config import SpecError, absolute
+from pipeline.config import SpecError
 from pipeline.encoders.images import open_query_image
 from pipeline.encoders.loading import (
-    CheckpointSpec,
+    NOT_IN_FINGERPRINTS,
+    Checkpoint,
     check_checkpoint,
     checkpoint_fingerprint,
     load_model,
@@ -28,13 +29,19 @@ from pipeline.encoders.loading import (
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.index.listing import chunks
 from pipeline.index.reader import IndexReader
-from pipeline.schema import DEFAULT_RERANK_DEPTH
-from pipeline.search.options import check_count
 from pipeline.search.previews import Previews
-from pipeline.search.query import AnyQueries, readable_queries
-from pipeline.search.rerank import QueryEncoderSource, Reranker
-from pipeline.search.results import JointScore
+from pipeline.search.rerankers import (
+    NO_IMAGE,
+    NO_TEXT,
+    OPTIONS,
+    Reranker,
+    RerankerSpec,
+    Source,
+)
+from pipeline.search.results import RerankScore
 
+#: Fields that do not affect the score of a pair.
+NOT_IN_FINGERPRINT = (*NOT_IN_FINGERPRINTS, *OPTIONS)
 #: Number of images that pass the vision tower at once, and of pairs that are scored at once.
 IMAGE_BATCH = 16
 PAIR_BATCH = 64
@@ -42,62 +49,54 @@ PAIR_BATCH = 64
 MAX_CACHED = 4096
 
 
-class BlipSpec(CheckpointSpec):
-    """Checkpoint of a BLIP model for image-text retrieval."""
-
-    name: Literal["blip"] = "blip"
-    attention: Literal["sdpa", "eager"] = "eager"
-
-
-class BlipReranker(Reranker):
-    """Reranks the best items of each query by the probability that image and text match.
+class Blip(Reranker["Blip.Spec"]):
+    """Reranker by BLIP's probability that image and text match.
 
     The score of a pair is the logit of "match" of the head. A text query is matched with the images
     of items, which are read from their source, and an image query with their texts. Items without
     one keep their ranks.
-
-    Args:
-        folder: Folder of a checkpoint such as Salesforce/blip-itm-base-flickr.
-        rerank_depth: Maximum number of first-stage items to rerank per query, at least 1.
-        add_first_stage: Whether to add the score of the first stage, as in BLIP's own evaluation.
-
-    Raises:
-        SpecError: The folder does not contain a BLIP model, or the depth is invalid.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        rerank_depth: int = DEFAULT_RERANK_DEPTH,
-        add_first_stage: bool = False,
-    ):
-        check_count("rerank_depth", rerank_depth)
-        self.folder = absolute(folder)
-        self.rerank_depth, self.add_first_stage = rerank_depth, add_first_stage
-        spec = BlipSpec(model=self.folder, dtype="float32")
+    class Spec(Checkpoint, RerankerSpec):
+        """Checkpoint of a BLIP model for image-text retrieval."""
+
+        name: Literal["blip"] = "blip"
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+        """Dtype of the weights and activations."""
+        attention: Literal["sdpa", "eager"] = "eager"
+        """Attention implementation."""
+
+    query_kinds = (str, bytes)
+
+    def __init__(self, spec: Spec):
+        super().__init__(spec)
         check_checkpoint(spec, "blip")
         self._model: Any = load_model(spec, BlipForImageTextRetrieval)
         self._processor = load_processor(spec, BlipProcessor)
-        self.metadata = {"fingerprints": {"blip": checkpoint_fingerprint(spec)}}
+        self.fingerprint = checkpoint_fingerprint(spec, NOT_IN_FINGERPRINT)
+        parts: Any = (
+            self._model.text_encoder,
+            self._model.itm_head,
+        )  # without the tower
+        self.num_parameters = sum(p.numel() for part in parts for p in part.parameters())
         self._features: dict[str, torch.Tensor] = {}  # of the items of one index
         self._index: str | None = None
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters that score pairs, without the vision tower."""
-        parts = (self._model.text_encoder, self._model.itm_head)
-        return sum(parameter.numel() for part in parts for parameter in part.parameters())
+    @classmethod
+    def check_spec(cls, spec: Spec) -> None:
+        """Checks that the checkpoint exists and is a BLIP model."""
+        check_checkpoint(spec, "blip")
 
-    def check(self, index: IndexReader, queries: AnyQueries) -> Sequence[str | bytes]:
-        """Checks that the queries are texts or images."""
-        return readable_queries(queries, self.folder)
+    def missing(self, query: str | bytes) -> str:
+        """Returns the reason why an item cannot be read, which depends on the type of the query."""
+        return NO_IMAGE if isinstance(query, str) else NO_TEXT
 
     def score(
         self,
-        source: QueryEncoderSource,
+        source: Source,
         queries: Sequence[str | bytes],
         candidates: Sequence[list[str]],
-    ) -> list[dict[str, JointScore]]:
+    ) -> list[dict[str, RerankScore]]:
         """Returns logits by item id per query, omitting items without the modality to match."""
         item_ids = sorted({item_id for ids in candidates for item_id in ids})
         if all(isinstance(query, str) for query in queries):
@@ -120,7 +119,7 @@ class BlipReranker(Reranker):
                 pairs += [(texts[i], feature) for i in ids if i in known]
         scores = iter(self._pair_scores(pairs))
         return [
-            {i: JointScore(logit=next(scores)) for i in ids if i in known} for ids in candidates
+            {i: RerankScore(score=next(scores)) for i in ids if i in known} for ids in candidates
         ]
 
     def _image_features(

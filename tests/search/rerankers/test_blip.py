@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,16 @@ from pipeline.eval.report.files import write
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.search.blip import BlipReranker
+from pipeline.search.rerankers import load_rerankers
 from pipeline.search.searcher import open_index
 from tests.conftest import ROOT
 
 MODEL = str(ROOT / "jobs/data/models/shapes_colpali")
 QUERIES = ["a small red circle left of a large blue star", "heat transfer"]
+
+
+def blip(model: str) -> Any:
+    return load_rerankers({"name": "blip", "model": model})[0]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def match_logit(checkpoint):
 def test_scores_equal_transformers(folder, checkpoint, match_logit):
     searcher = open_index(str(folder / "index"))
     files = sorted((folder / "shapes/images").glob("*.png"))
-    reranker = BlipReranker(checkpoint("blip"))
+    reranker = blip(checkpoint("blip"))
     names = [file.name for file in files]
     for _ in range(2):  # the second time with cached features
         found = reranker.score(searcher, QUERIES, [names, names[:2]])
@@ -68,7 +73,7 @@ def test_scores_equal_transformers(folder, checkpoint, match_logit):
         for query, scores in zip(QUERIES, found, strict=True):
             for name, score in scores.items():
                 image = Image.open(folder / "shapes/images" / name).convert("RGB")
-                assert score.logit == pytest.approx(match_logit(query, image), abs=1e-5)
+                assert score.score == pytest.approx(match_logit(query, image), abs=1e-5)
                 assert score.num_truncated_tokens == 0
 
 
@@ -81,7 +86,7 @@ def test_rows_of_an_evaluation(folder, checkpoint, match_logit):
         "diagnostics": False,
         "k": 10,
         "measures": ["nDCG@10"],
-        "rerank": [{"name": "blip", "model": checkpoint("blip"), "rerank_depth": 3}],
+        "rerank": [{"name": "blip", "model": checkpoint("blip"), "top": 3}],
     }
     evaluation = run(config.parse(EvaluateSpec, spec), print)
     write(evaluation, spec["output"])
@@ -109,16 +114,14 @@ def test_image_queries_need_texts(folder, checkpoint):
     searcher = open_index(str(folder / "index"))
     data = io.BytesIO()
     Image.new("RGB", (32, 32), "red").save(data, "PNG")
-    found = BlipReranker(checkpoint("blip")).score(
-        searcher, [data.getvalue()], [["scene-00000.png"]]
-    )
+    found = blip(checkpoint("blip")).score(searcher, [data.getvalue()], [["scene-00000.png"]])
     assert found == [{}]
 
 
 def test_errors(folder, checkpoint):
     with pytest.raises(SpecError, match="a checkpoint of the type blip"):
-        BlipReranker(MODEL)
+        blip(MODEL)
     fields = {"name": "blip", "model": "x", "precision": "int8"}
     spec = {"index": "i", "benchmark": {"name": "beir", "path": "b"}, "output": "o"}
-    with pytest.raises(SpecError, match=r"rerank\[0\].precision must be null for BLIP"):
+    with pytest.raises(SpecError, match=r"unknown field 'precision' in rerank\[0\].rerankers"):
         config.parse(EvaluateSpec, {**spec, "rerank": [fields]})

@@ -8,8 +8,8 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 51_072,
-    "lines of code outside unit tests": 66_035,
+    "lines of code in pipeline/ and jobs/": 51_540,
+    "lines of code outside unit tests": 66_510,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 7,
@@ -19,11 +19,11 @@ LIMITS = {
     "flags of verbs": 122,
     "benches": 26,
     "spec fields": 818,
-    "HTTP fields": 207,
+    "HTTP fields": 234,
     "shipped specs": 26,
     "modules with one importer": 86,
-    "places that compose errors": 542,
-    "lines that compose errors": 574,
+    "places that compose errors": 550,
+    "lines that compose errors": 582,
     "lines of code of the longest file": 513,
     "lines of the longest function": 148,
 }

@@ -280,13 +280,6 @@ def test_invalid_requests(http, change, field, message):
     assert error_message(response, 422, "invalid_argument", field).startswith(message)
 
 
-def test_filter_of_a_column_that_a_member_lacks(client):
-    """Vectors are not columns that a filter can use, whatever the member."""
-    with pytest.raises(ServerError, match="filter must be") as caught:
-        client.search("heat", index="both", filter="full IS NOT NULL")
-    assert caught.value.status == 422
-
-
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [

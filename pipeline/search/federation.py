@@ -268,9 +268,9 @@ def _order(hit: Found, join: str) -> tuple[float, str, int]:
 
 def check_options(options: SearchOptions) -> None:
     """Raises `SpecError` for an option that the members of a federation set."""
-    for name in sorted(options.model_fields_set - OPTIONS):
-        value = getattr(options, name)
-        if name in SearchOptions.model_fields and value != getattr(SearchOptions(), name):
+    for name in sorted(options.model_fields_set & SearchOptions.model_fields.keys() - OPTIONS):
+        if getattr(options, name) != getattr(SearchOptions(), name):
+            value = options.model_dump(mode="json", include={name})[name]
             rules = {"group_by": "null; set `join` to parent", "rerank": "null for a federation"}
             raise SpecError(name, value, rules.get(name, "set in the members of the federation"))
 

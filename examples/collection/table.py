@@ -7,6 +7,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -27,16 +28,7 @@ def tables(folder: Path) -> Iterator[str]:
     Raises:
         SpecError: The folder is not the output of an evaluation of a slice.
     """
-    if not (folder / "per_query.csv").exists():
-        rule = "the output folder of `maxray evaluate examples/collection/evaluate.yaml`"
-        raise SpecError("DATA", str(folder), rule, "has no per_query.csv")
-    path = Path(yaml.safe_load((folder / "spec.yaml").read_text())["benchmark"]["path"])
-    with (path / "queries.jsonl").open(encoding="utf-8") as file:
-        queries = {row["_id"]: row for row in map(json.loads, file)}
-    values: dict[str, dict[str, float]] = defaultdict(dict)
-    with (folder / "per_query.csv").open() as file:
-        for row in csv.DictReader(file):
-            values[row["run"]][row["query_id"]] = float(row[MEASURE])
+    queries, values = per_query(folder)
     evaluated = sorted(values[REFERENCE])
     sizes = Counter(queries[name]["language"] for name in evaluated)
     groups: dict[str, dict[str, list[str]]] = {
@@ -54,6 +46,25 @@ def tables(folder: Path) -> Iterator[str]:
         largest = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
         yield from _table(field, dict(largest), values)
         yield ""
+
+
+def per_query(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, float]]]:
+    """Returns the queries by id, and nDCG@10 by run and query, of the output of an evaluation.
+
+    Raises:
+        SpecError: The folder is not the output of an evaluation of a slice.
+    """
+    if not (folder / "per_query.csv").exists():
+        rule = "the output folder of `maxray evaluate examples/collection/evaluate.yaml`"
+        raise SpecError("DATA", str(folder), rule, "has no per_query.csv")
+    path = Path(yaml.safe_load((folder / "spec.yaml").read_text())["benchmark"]["path"])
+    with (path / "queries.jsonl").open(encoding="utf-8") as file:
+        queries = {row["_id"]: row for row in map(json.loads, file)}
+    values: dict[str, dict[str, float]] = defaultdict(dict)
+    with (folder / "per_query.csv").open() as file:
+        for row in csv.DictReader(file):
+            values[row["run"]][row["query_id"]] = float(row[MEASURE])
+    return queries, values
 
 
 def _table(

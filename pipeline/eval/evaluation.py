@@ -55,6 +55,7 @@ from pipeline.eval.topics import queries_by_document_category
 from pipeline.index.filters import check_matches, filtering
 from pipeline.index.fitting import load_fit_sample
 from pipeline.index.isotropy import isotropy_remark
+from pipeline.index.languages import index_language_warnings, language_warning
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import IndexReader
 from pipeline.registry import BENCHMARKS
@@ -160,6 +161,12 @@ def _load(spec: EvaluateSpec, benchmark: Benchmark) -> _Inputs:
     compared = (row.representation for row in reversed(plan) if row.score == "maxsim")
     first = {searcher.representation(name).encoder.fingerprint: name for name in compared}
     notes += filter(None, (isotropy_remark(searcher.index, name) for name in first.values()))
+    notes += index_language_warnings(searcher.index, first.values())
+    if judged.vectors is None and not spec.query_vectors:
+        encoders = [searcher.representation(name).encoder for name in first.values()]
+        texts = list(judged.queries.values())
+        found = (language_warning(texts, encoder, "queries") for encoder in encoders)
+        notes += dict.fromkeys(filter(None, found))
     for row in plan:
         if row.rerank is not None:  # fails before any row is scored
             ranker.rerankers(row.rerank)

@@ -27,6 +27,7 @@ from pipeline.index.executor import Executor
 from pipeline.index.fitting import LearnedState, fitted_fields, needs_fit, trained_state
 from pipeline.index.fragments import Pending, reason_counts
 from pipeline.index.in_process import current
+from pipeline.index.languages import index_language_warnings
 from pipeline.index.listing import (
     ListingJob,
     ShardTally,
@@ -364,6 +365,10 @@ def finish(context: Context) -> None:
         report("checking recognition files for ids without an item")
         for sentence in context.run(tasks.remarks, spec):
             report(sentence)
+    if progress.to_do:
+        index = IndexReader(spec.index)
+        for warning in index_language_warnings(index, index.representations()):
+            report(f"warning: {warning}")
 
 
 def find_missing(context: Context, listing: Listing, remove: bool | None) -> None:

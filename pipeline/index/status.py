@@ -16,6 +16,7 @@ from pipeline.index import JOBS
 from pipeline.index.columns import RERANK_TOKENS, codec_name
 from pipeline.index.info import tap_names
 from pipeline.index.isotropy import mean_cosine
+from pipeline.index.languages import index_language_warnings
 from pipeline.index.positions import element_bytes, stored_bytes
 from pipeline.index.reader import IndexReader, open_folder
 
@@ -50,6 +51,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
         "candidates": candidates_stats(index),
         "taps": tap_names(index.schema),
         "rerank_tokens": rerank_token_stats(index),
+        "warnings": index_language_warnings(index, index.representations()),
         "rejects": dict(reasons.most_common()),
         "jobs": recent_jobs(uri, num_jobs, lease.job if lease else None),
     }

@@ -1,4 +1,4 @@
-"""Utilities for writing result files atomically, on the local disk or in object storage."""
+"""Utilities for writing files and folders atomically, and the folder of caches."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import contextlib
 import errno
 import os
 import posixpath
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.config import SpecError, absolute
-from pipeline.paths import locate
+from pipeline.config import SpecError, absolute, reading, within
+from pipeline.paths import is_uri, locate
 
 
 def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
@@ -49,6 +50,42 @@ def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
         problem = f"cannot be written ({parent} is not writable)"
     if problem:
         raise SpecError(field, uri, rule, problem)
+
+
+def cache_folder() -> Path:
+    """Returns the folder of caches, which is `MAXRAY_CACHE` or in the user's cache folder."""
+    with within("cache"):
+        if folder := os.environ.get("MAXRAY_CACHE"):
+            if is_uri(folder):  # would otherwise create a local folder named "s3:"
+                raise SpecError("", folder, "a local folder (see MAXRAY_CACHE)", "is a URI")
+            return Path(absolute(folder))
+        return Path(absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "maxray"
+
+
+def cached_folder(name: str, write: Callable[[Path], None]) -> Path:
+    """Returns a subfolder of the cache, which `write` creates if it does not exist.
+
+    It appears when it is complete. Processes that need it at the same time all write it.
+
+    Raises:
+        SpecError: The folder cannot be written.
+    """
+    target = cache_folder() / name
+    if target.is_dir():
+        return target
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    rule = "a writable folder with free space (see MAXRAY_CACHE)"
+    try:
+        with reading("cache", str(target), rule, problem="cannot be written"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write(temporary)
+            temporary.rename(target)
+    except SpecError:
+        if not target.is_dir():  # another process has written it
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
 
 
 def write_atomic(uri: str, data: str | bytes) -> None:

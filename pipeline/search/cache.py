@@ -34,9 +34,9 @@ import pyarrow as pa
 import torch
 
 from pipeline.compression.codecs import Codec
-from pipeline.config import SpecError, absolute, digest, dump, within
+from pipeline.config import SpecError, absolute, digest, dump
 from pipeline.index.reader import IndexReader, files_with
-from pipeline.paths import is_uri
+from pipeline.runtime.atomic import cache_folder
 from pipeline.search.packed import (
     FLOATS,
     PackedVectors,
@@ -68,16 +68,6 @@ LIMIT_VARIABLE, LIMIT_BYTES = "MAXRAY_CACHE_BYTES", 100_000_000_000
 
 #: Vectors in memory by key of the fragment and device.
 _loaded: SharedStorages[Storage] = SharedStorages()
-
-
-def cache_folder() -> Path:
-    """Returns the folder of packed files, which is `MAXRAY_CACHE` or in the user's cache folder."""
-    with within("cache"):
-        if folder := os.environ.get("MAXRAY_CACHE"):
-            if is_uri(folder):  # would otherwise create a local folder named "s3:"
-                raise SpecError("", folder, "a local folder (see MAXRAY_CACHE)", "is a URI")
-            return Path(absolute(folder))
-        return Path(absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "maxray"
 
 
 def cache_limit() -> int:

@@ -10,7 +10,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from pipeline.config import Spec, SpecError
 from pipeline.data.decode import Unreadable
 from pipeline.data.pages import Pages
 from pipeline.encoders import Encoder
+from pipeline.encoders.published import published_fields
 from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.eval.planning.identify import Identity, identify
 from pipeline.index.spec import IndexSpec
@@ -50,6 +50,8 @@ class PublishedModel(Spec):
 
     encoder: dict[str, Any] = Field(default_factory=dict)
     """Fields of the encoder's spec that the files of the checkpoint do not tell."""
+    languages: list[str] = Field(default_factory=list)
+    """Languages of the model as ISO 639 codes, or empty if they are unknown."""
     revision: str | None = None
     """Commit to which the source refers."""
     refused: str | None = None
@@ -85,9 +87,8 @@ class ModelPlan:
 
 def published_models() -> dict[str, PublishedModel]:
     """Returns the table of published models by hub name."""
-    text = resources.files("pipeline.encoders").joinpath("models.yaml").read_text("utf-8")
     return {
-        name: config.parse(PublishedModel, fields) for name, fields in yaml.safe_load(text).items()
+        name: config.parse(PublishedModel, fields) for name, fields in published_fields().items()
     }
 
 

@@ -94,6 +94,8 @@ def summary(plan: Plan) -> list[str]:
     if plan.trial is not None and plan.trial.unfitted:
         names = ", ".join(plan.trial.unfitted)
         lines.append(f"not included, because they must be fitted first: {names}")
+    if plan.trial is not None and plan.trial.warning:
+        lines.append(f"warning: {plan.trial.warning}")
     return lines
 
 

@@ -23,6 +23,7 @@ from pipeline.index.fitting import needs_fit, trained_state
 from pipeline.index.fragments import write_table
 from pipeline.index.in_process import current
 from pipeline.index.info import EncoderInfo
+from pipeline.index.languages import language_warning
 from pipeline.index.rerank_tokens import rerank_field
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stage import Unit, run_stage
@@ -45,6 +46,7 @@ class Trial:
         column_bytes: Size of each token column in memory, per item.
         stored_bytes: Size of the index on disk, per item.
         unfitted: Representations that were omitted because their compressor needs fitting.
+        warning: Sentence about texts in languages that the encoder does not support, or None.
     """
 
     num_items: int
@@ -56,6 +58,7 @@ class Trial:
     stored_bytes: float
     rejects: list[str] = field(default_factory=list)
     unfitted: list[str] = field(default_factory=list)
+    warning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -253,6 +256,7 @@ class _Stages:
             stored_bytes=stored_bytes / num_items,
             rejects=self._rejects,
             unfitted=self._unfitted,
+            warning=language_warning(table["text"].to_pylist(), self._info, "sampled items"),
         )
 
 
@@ -282,3 +286,5 @@ def dry_run(
     for name, num_bytes in trial.column_bytes.items():
         total = f"{num_bytes * listed.num_items / 1e6:12,.1f} MB"
         report(f"  {name:24} {num_bytes:10,.0f} bytes per item {total}")
+    if trial.warning:
+        report(f"warning: {trial.warning}")

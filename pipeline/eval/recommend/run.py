@@ -28,6 +28,7 @@ from pipeline.index.columns import (
 )
 from pipeline.index.info import EncoderInfo
 from pipeline.index.isotropy import isotropy_remark
+from pipeline.index.languages import index_language_warnings
 from pipeline.index.reader import IndexReader
 from pipeline.index.recompress import check_taps, stored_encoder
 from pipeline.registry import BENCHMARKS, CODECS, COMPRESSORS
@@ -80,6 +81,8 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
         raise error.at("representation") from None
     if remark := isotropy_remark(index, spec.representation):
         report(remark)
+    for warning in index_language_warnings(index, [spec.representation]):
+        report(f"warning: {warning}")
     candidates = list_candidates(spec, index, encoder_info, field)
     for name, reason in candidates.left_out.items():
         report(f"{name} is left out: it {reason}")

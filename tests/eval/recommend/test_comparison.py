@@ -31,7 +31,7 @@ def compared(is_judged: bool) -> Comparison:
 
 def test_rows_better_than_the_uncompressed_vectors():
     comparison = compared(is_judged=True)
-    one, nine = comparison.rows
+    one, _ = comparison.rows
     assert comparison.reference_Q.mean() < 0.7 < one.quality
     assert comparison.better() == [one]
     assert np.abs(comparison.values[1] - comparison.reference_Q).mean() < 0.2

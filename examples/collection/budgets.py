@@ -349,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("step", choices=["rules", "options", "cases", "table"])
     parser.add_argument("collections", nargs="*", metavar="COLLECTION", help="NAME=INDEX,BENCHMARK")
     parser.add_argument("--variants", nargs="+", default=["plain"], help="transformed vectors")
-    parser.add_argument("--half", choices=HALVES, default="choose", help="queries of rules, options")
+    parser.add_argument("--half", choices=HALVES, default="choose", help="queries to compare")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--budgets", nargs="+", type=jobs.positive, default=[8, 16])
     args = parser.parse_args(arguments)

@@ -136,7 +136,7 @@ def varied(collection: Collection, variant: str) -> Collection:
             replace(b, vectors=function(b.vectors).to(b.vectors.dtype), normalised=True)
             for b in sample.batches
         ]
-        return sample._replace(batches=batches)
+        return Sample(sample.ids, batches, sample.num_items)
 
     items = changed(collection.items)
     small = items if collection.small is collection.items else changed(collection.small)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.stats import spearmanr
 
 import jobs
 from pipeline.compression import Budgeted
@@ -34,7 +35,7 @@ from pipeline.compression.kcenter import covering_radii
 from pipeline.config import SpecError
 from pipeline.eval.recommend.queries import QuerySet, pseudo_queries
 from pipeline.eval.recommend.sample import Sample, draw_sample
-from pipeline.eval.significance import bootstrap_interval
+from pipeline.eval.significance import bootstrap_interval, ratio_intervals
 from pipeline.eval.topics import read_qrels
 from pipeline.index.reader import IndexReader
 from pipeline.registry import COMPRESSORS
@@ -45,6 +46,10 @@ from pipeline.tokens import flat_rows, normalise
 
 HALVES = ("choose", "prove")
 METHODS, BUDGETS = ("hpool", "kcenter"), (1, 4, 8, 16, 32)
+#: Required fractions of quality, and share of the cases whose regret must be at most one point.
+REQUIRED, TARGET = (0.9, 0.95, 0.98), 0.95
+#: Minimum number of queries of each half of a kind or language.
+MIN_QUERIES = 50
 #: Numbers of random items of a collection, and of those that diagnostics are computed from.
 NUM_ITEMS, NUM_SAMPLED = 3000, 400
 #: Noise and number of tokens of pseudo-queries.
@@ -342,6 +347,113 @@ def measured(collection: Collection, variant: str) -> dict[str, Any]:
     }
 
 
+class Case(NamedTuple):
+    """Candidates of a collection and queries of one kind or language.
+
+    Arrays have one value per candidate. The first candidate is the uncompressed vectors.
+
+    Attributes:
+        vectors: Vectors per item.
+        reference: nDCG@10 of the uncompressed vectors on *prove*.
+        chosen: Retained quality on *choose*.
+        low: Lower bound of its 95 % interval.
+        proved: Retained quality on *prove*.
+        losses: Diagnostics by name; 0 for the uncompressed vectors.
+    """
+
+    name: str
+    vectors: np.ndarray
+    reference: float
+    chosen: np.ndarray
+    low: np.ndarray
+    proved: np.ndarray
+    losses: dict[str, np.ndarray]
+
+
+def read_cases(folder: Path) -> list[Case]:
+    """Reads the measurements, and divides them by the kind and the language of the queries."""
+    cases = []
+    for path in sorted(folder.glob("*.pickle")):
+        found = pickle.loads(path.read_bytes())
+        groups = found["groups"]
+        is_in = {"": np.ones(len(groups), bool)}
+        for value in sorted({value for group in groups for value in group}):
+            is_in[f" {value}"] = np.array([value in group for group in groups])
+        values_CQ = np.stack([found["reference"], *(c[1] for c in found["candidates"].values())])
+        diagnostics = [diagnostics for _, _, diagnostics in found["candidates"].values()]
+        losses = {name: np.array([0.0] + [d[name] for d in diagnostics]) for name in diagnostics[0]}
+        vectors = np.array([found["vectors"], *(c[0] for c in found["candidates"].values())])
+        for name, is_in_Q in is_in.items():
+            halves = [values_CQ[:, is_in_Q & (found["halves"] == half)] for half in HALVES]
+            if min(half.shape[1] for half in halves) < (MIN_QUERIES if name else 20):
+                continue
+            retained = [half.mean(axis=1) / half[0].mean() for half in halves]
+            low = ratio_intervals(halves[0], halves[0][0])[:, 0]
+            reference = float(halves[1][0].mean())
+            title = found["name"] + name
+            cases.append(Case(title, vectors, reference, retained[0], low, retained[1], losses))
+    return cases
+
+
+def smallest(case: Case, estimate: np.ndarray, retain: float) -> int:
+    """Returns the smallest candidate whose estimate is sufficient; 0 is always sufficient."""
+    sufficient = [0, *np.flatnonzero(estimate >= retain).tolist()]
+    return min(sufficient, key=lambda i: (case.vectors[i], -estimate[i]))
+
+
+def regrets(
+    cases: Sequence[Case], estimates: Sequence[np.ndarray], half: str = "prove"
+) -> np.ndarray:
+    """Returns the points of nDCG@10 below the requirement, and the size relative to the best."""
+    rows = []
+    for case, estimate in zip(cases, estimates, strict=True):
+        truth = case.proved if half == "prove" else case.chosen
+        for retain in REQUIRED:
+            found, best = smallest(case, estimate, retain), smallest(case, truth, retain)
+            lost = max(0.0, retain - truth[found]) * case.reference * 100
+            rows.append((lost, case.vectors[found] / case.vectors[best]))
+    return np.array(rows)
+
+
+def fitted_scale(cases: Sequence[Case], name: str) -> float:
+    """Returns the smallest factor of a loss with which *choose* reaches the target, or inf."""
+    for scale in np.geomspace(0.02, 60, 120):
+        estimates = [1 - scale * case.losses[name] for case in cases]
+        if (regrets(cases, estimates, "choose")[:, 0] <= 1).mean() >= TARGET:
+            return float(scale)
+    return float("inf")
+
+
+def tables(folder: Path) -> Iterator[str]:
+    """Yields a Markdown table of the diagnostics and of other estimates of the loss."""
+    cases = read_cases(folder)
+    yield f"{len(cases)} cases x {len(REQUIRED)} requirements"
+    yield "| estimate | correlation | within a case | factor | regret <= 1 | size / best |"
+    yield "|---|---|---|---|---|---|"
+    estimates: dict[str, list[np.ndarray]] = {
+        "judged queries of choose, lower bound": [case.low for case in cases],
+        "judged queries of choose, mean": [case.chosen for case in cases],
+        "32 vectors": [np.where(c.vectors > 16.5, 1.0, 0.0) for c in cases],
+        "uncompressed": [np.zeros(len(c.vectors)) for c in cases],
+    }
+    for name in [n for n in cases[0].losses if not n.startswith("exact")]:
+        pairs = [(case.losses[name][1:], 1 - case.proved[1:]) for case in cases]
+        pooled = spearmanr(*(np.concatenate(x) for x in zip(*pairs, strict=True))).statistic
+        within = np.nanmean([spearmanr(*pair).statistic for pair in pairs])
+        scale = fitted_scale(cases, name)
+        found = regrets(
+            cases, [np.where(c.losses[name] > 0, 1 - scale * c.losses[name], 1.0) for c in cases]
+        )
+        yield f"| {name} | {pooled:.2f} | {within:.2f} | {scale:.2g} | {_cells(found)} |"
+    for name, values in estimates.items():
+        yield f"| {name} | | | | {_cells(regrets(cases, values))} |"
+
+
+def _cells(rows: np.ndarray) -> str:
+    share, ratio = (rows[:, 0] <= 1).mean(), np.exp(np.log(rows[:, 1]).mean())
+    return f"{100 * share:.0f} % | {ratio:.1f}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one step and writes its results to a folder."""
     parser = jobs.parser(__doc__)
@@ -355,6 +467,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
+    if args.step == "table":
+        print("\n".join(tables(folder)))
     for argument in args.collections:
         collection = read(argument, with_small=args.step == "cases")
         for variant in args.variants:

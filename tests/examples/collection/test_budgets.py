@@ -6,12 +6,16 @@ import torch
 
 from examples.collection.budgets import (
     RULES,
+    Case,
     Collection,
     Rules,
     diagnose,
+    fitted_scale,
     matched,
     measured,
     packed,
+    regrets,
+    smallest,
     varied,
 )
 from pipeline.eval.recommend.queries import pseudo_queries
@@ -88,3 +92,19 @@ def test_variants():
     assert changed.queries[0].shape == (2, 8)
     vectors_TD = packed(changed.items, {"name": "none"}).segments[0].parts["values"]
     assert float(vectors_TD.mean(dim=0).square().sum()) == pytest.approx(0.6, abs=0.03)
+
+
+def test_regrets():
+    chosen, proved = np.array([1.0, 0.8, 0.96]), np.array([1.0, 0.7, 0.94])
+    losses = {"distance": np.array([0.0, 0.2, 0.05])}
+    case = Case("any", np.array([10.0, 1.0, 2.0]), 0.5, chosen, chosen - 0.1, proved, losses)
+    assert smallest(case, chosen, 0.95) == 2 and smallest(case, case.low, 0.95) == 0
+    found = regrets([case], [chosen])
+    assert found[:, 0].tolist() == pytest.approx([0, 0.5, 0]) and found[:, 1].tolist() == [
+        1,
+        0.2,
+        1,
+    ]
+    scale = fitted_scale([case], "distance")
+    estimate = 1 - scale * losses["distance"]
+    assert 0.02 / 0.05 < scale < 0.05 / 0.05 and smallest(case, estimate, 0.98) == 0

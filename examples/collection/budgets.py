@@ -45,6 +45,7 @@ from pipeline.search.searcher import Searcher
 from pipeline.tokens import flat_rows, normalise
 
 HALVES = ("choose", "prove")
+VARIANTS = ("plain", "cosine", "axes")
 METHODS, BUDGETS = ("hpool", "kcenter"), (1, 4, 8, 16, 32)
 #: Required fractions of quality, and share of the cases whose regret must be at most one point.
 REQUIRED, TARGET = (0.9, 0.95, 0.98), 0.95
@@ -111,30 +112,22 @@ def varied(collection: Collection, variant: str) -> Collection:
     """Returns the collection with transformed vectors.
 
     - plain: As they are.
-    - first, last: The first or the last half of the dimensions, which are the two layers of an
-      encoder with `layer: [3, -1]`.
-    - cosine: The last half, with a direction added such that the mean cosine is 0.6.
-    - axes: The last half, projected onto its 64 principal axes.
+    - cosine: With a direction added such that the mean cosine is 0.6.
+    - axes: Projected onto their 64 principal axes.
     """
     if variant == "plain":
         return collection
-    half = collection.queries[0].shape[1] // 2
-    part = slice(0, half) if variant == "first" else slice(-half, None)
-
-    def cut(x: torch.Tensor) -> torch.Tensor:
-        return normalise(x[..., part].float())
-
-    vectors_TD = torch.cat([cut(b.vectors[b.mask][::7]) for b in collection.items.batches])
-    function = cut
+    vectors_TD = torch.cat([b.vectors[b.mask][::7].float() for b in collection.items.batches])
+    dim = vectors_TD.shape[1]
     if variant == "cosine":
         mean = float(vectors_TD.double().mean(dim=0).square().sum())
         generator = torch.Generator().manual_seed(0)
-        direction_D = normalise(torch.randn(half, generator=generator))
-        size = (max(0.6 - mean, 0) / 0.4) ** 0.5
-        function = lambda x: normalise(cut(x) + size * direction_D)  # noqa: E731
-    elif variant == "axes":
+        direction_D = normalise(torch.randn(dim, generator=generator))
+        added_D = (max(0.6 - mean, 0) / 0.4) ** 0.5 * direction_D
+        function: Callable[[torch.Tensor], torch.Tensor] = lambda x: normalise(x.float() + added_D)  # noqa: E731
+    else:
         axes_DD = torch.linalg.svd(vectors_TD, full_matrices=False)[2]
-        function = lambda x: normalise(cut(x) @ axes_DD[:64].T)  # noqa: E731
+        function = lambda x: normalise(x.float() @ axes_DD[:64].T)  # noqa: E731
 
     def changed(sample: Sample) -> Sample:
         batches = [
@@ -460,7 +453,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", metavar="OUT", help="output folder")
     parser.add_argument("step", choices=["rules", "options", "cases", "table"])
     parser.add_argument("collections", nargs="*", metavar="COLLECTION", help="NAME=INDEX,BENCHMARK")
-    parser.add_argument("--variants", nargs="+", default=["plain"], help="transformed vectors")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["plain"])
     parser.add_argument("--half", choices=HALVES, default="choose", help="queries to compare")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--budgets", nargs="+", type=jobs.positive, default=[8, 16])

@@ -89,7 +89,7 @@ def test_measured_candidates():
 
 def test_variants():
     changed = varied(collection(), "cosine")
-    assert changed.queries[0].shape == (2, 8)
+    assert changed.queries[0].shape == (2, 16)
     vectors_TD = packed(changed.items, {"name": "none"}).segments[0].parts["values"]
     assert float(vectors_TD.mean(dim=0).square().sum()) == pytest.approx(0.6, abs=0.03)
 

@@ -1,110 +1,67 @@
-"""Budgets by the number of tokens, and diagnostics without judgments."""
+"""Budgets by the number of tokens, and recommendations, from evaluations."""
+
+import doctest
+import json
 
 import numpy as np
 import pytest
-import torch
+import yaml
 
-from examples.collection.budgets import (
-    RULES,
-    Case,
-    Collection,
-    Rules,
-    diagnose,
-    fitted_scale,
-    matched,
-    measured,
-    packed,
-    regrets,
-    smallest,
-    varied,
-)
-from pipeline.eval.recommend.queries import pseudo_queries
-from pipeline.eval.recommend.sample import Sample
-from pipeline.tokens import TokenBatch, normalise
+from examples.collection import budgets
+from pipeline.config import SpecError
 
 
-def sample() -> Sample:
-    """Returns 24 items of 2 to 40 random tokens in two batches."""
-    generator = torch.Generator().manual_seed(0)
-    lengths_B = torch.tensor([2, 3, 5, 8, 12, 16, 20, 24, 28, 32, 36, 40] * 2)
-    batches = []
-    for part_B in lengths_B.split(12):
-        vectors = normalise(torch.randn(12, 40, 16, generator=generator))
-        batches.append(TokenBatch(vectors, torch.arange(40) < part_B[:, None], normalised=True))
-    return Sample([f"item{i}" for i in range(24)], batches, 24)
+def test_levels():
+    assert doctest.testmod(budgets).attempted == 1
+    lengths_B = np.array([4, 16, 64, 256])
+    equal = budgets.levels(lengths_B, 0.0, 8, 2)
+    assert equal.tolist() == [8, 8, 8, 8]
+    for power in budgets.POWERS.values():
+        found = budgets.levels(lengths_B, power, 8, 4)
+        assert np.minimum(found, lengths_B).sum() <= 28
+    assert budgets.levels(lengths_B, 1.0, 8, 2).tolist() == [4, 4, 4, 16]
+    assert budgets.levels(lengths_B, 1.0, 4, 4).tolist() == [1, 1, 4, 8]
 
 
-def collection() -> Collection:
-    """Returns one query per item: four of its tokens, or all of a shorter one."""
-    items = sample()
-    full = packed(items, {"name": "none"})
-    queries = [full.item(row)[:4] for row in range(24)]
-    halves = np.array(["choose", "prove"] * 12)
-    grades = [{name: 1} for name in items.ids]
-    return Collection("any", items, items, queries, grades, halves, [()] * 24)
-
-
-def test_rules_have_equal_totals():
-    rules = Rules(sample(), 8)
-    total = 2 * (2 + 3 + 5 + 9 * 8)
-    budgets = {rule: torch.cat(rules.budgets(rule)) for rule in RULES}
-    assert int(budgets["fixed"].sum()) == total
-    for rule, budgets_B in budgets.items():
-        assert total - 4 <= int(budgets_B.sum()) <= total, rule
-        assert (budgets_B <= rules.lengths_B).all() and budgets_B.max() <= 32
-    assert budgets["power 1"][:12].tolist() == [2, 2, 2, 3, 4, 6, 7, 8, 10, 11, 13, 14]
-    assert budgets["power 0.5"][11] == 11 and budgets["fixed"][11] == 8
-
-
-def test_matched_total():
-    assert matched(lambda x: torch.tensor([x, 2 * x]).long(), 7).tolist() == [2, 5]
-
-
-def test_diagnostics_of_all_and_of_one_vector():
-    items = sample()
-    full = packed(items, {"name": "none"})
-    sets = {"any": pseudo_queries(items, full, num_queries=24, noise=1.0, seed=0)}
-    found = diagnose(full, full, sets, items.ids)
-    assert found.pop("exact, any") > 0.9
-    assert all(value == pytest.approx(0, abs=1e-6) for value in found.values())
-    one = packed(items, {"name": "hpool", "num_vectors": 1})
-    found = diagnose(full, one, sets, items.ids)
-    assert found["share of vectors"] == pytest.approx(1 - 24 / full.num_vectors)
-    mean = [
-        float((1 - full.item(row) @ normalise(full.item(row).mean(dim=0))).mean())
-        for row in range(24)
-    ]
-    assert found["mean distance"] == pytest.approx(np.mean(mean), abs=1e-5)
-    assert found["unexplained variance"] > 0.5 and found["overlap, any"] > 0.2
-
-
-def test_measured_candidates():
-    result = measured(collection(), "plain")
-    assert result["reference"].mean() == 1 and result["vectors"] == pytest.approx(226 / 12)
-    vectors, values_Q, found = result["candidates"]["hpool_32"]
-    assert values_Q.mean() == 1 and found["overlap, queries"] < 0.1
-    assert vectors == pytest.approx((226 - 4 - 8) / 12)
-    assert result["candidates"]["hpool_1"][1].mean() < 0.9
-
-
-def test_variants():
-    changed = varied(collection(), "cosine")
-    assert changed.queries[0].shape == (2, 16)
-    vectors_TD = packed(changed.items, {"name": "none"}).segments[0].parts["values"]
-    assert float(vectors_TD.mean(dim=0).square().sum()) == pytest.approx(0.6, abs=0.03)
+def test_scores_of_the_budget_of_an_item():
+    runs = {
+        4: {"q": {f"item{i}": 10.0 - i for i in range(12)}},
+        8: {"q": {f"item{i}": 11.5 - i for i in range(11, -1, -1)}},
+    }
+    by_item = {f"item{i}": 8 if i == 3 else 4 for i in range(12)}
+    run, share = budgets.mixed(runs, by_item)
+    assert list(run["q"])[:4] == ["item0", "item1", "item3", "item2"]
+    assert run["q"]["item3"] == 8.5 and len(run["q"]) == 10 and share == 1
+    cut = {4: runs[4], 8: {"q": {"item3": 8.5}}}
+    assert budgets.mixed(cut, by_item)[1] == 0
 
 
 def test_regrets():
-    chosen, proved = np.array([1.0, 0.8, 0.96]), np.array([1.0, 0.7, 0.94])
-    losses = {"distance": np.array([0.0, 0.2, 0.05])}
-    case = Case("any", np.array([10.0, 1.0, 2.0]), 0.5, chosen, chosen - 0.1, proved, losses)
-    assert smallest(case, chosen, 0.95) == 2 and smallest(case, case.low, 0.95) == 0
-    found = regrets([case], [chosen])
-    assert found[:, 0].tolist() == pytest.approx([0, 0.5, 0]) and found[:, 1].tolist() == [
-        1,
-        0.2,
-        1,
+    chosen_RQ = np.array([[1.0, 1.0], [0.97, 0.97], [0.8, 0.8]])
+    proved_RQ = np.array([[0.5, 1.0], [0.45, 0.9], [0.75, 0.75]])
+    found = list(budgets._regrets(chosen_RQ, proved_RQ, np.array([8.0, 2.0, 1.0]), share=0.95))
+    # The last one, which is worse on the first half, is level with the reference on the second.
+    assert [ratio for _, ratio in found] == [2, 2, 8]
+    assert np.allclose([lost for lost, _ in found], [0, 5, 0])
+
+
+def test_tables_of_evaluations(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    queries = [
+        {"_id": f"q{i}", "kind": "heading", "language": "en", "bm25": "found"} for i in range(80)
     ]
-    scale = fitted_scale([case], "distance")
-    estimate = 1 - scale * losses["distance"]
-    assert 0.02 / 0.05 < scale < 0.05 / 0.05 and smallest(case, estimate, 0.98) == 0
+    (tmp_path / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
+    for half, ids in (("choose", range(40)), ("prove", range(40, 80))):
+        (tmp_path / half).mkdir()
+        spec = {"benchmark": {"path": str(tmp_path), "split": half}}
+        (tmp_path / half / "spec.yaml").write_text(yaml.safe_dump(spec))
+        (tmp_path / half / "table.csv").write_text("row,vector_bytes\nfull,800\nhpool_1,10\n")
+        rows = [f"full,q{i},0.5\nhpool_1,q{i},{rng.uniform(0.44, 0.46)}\n" for i in ids]
+        (tmp_path / half / "per_query.csv").write_text("run,query_id,nDCG@10\n" + "".join(rows))
+    budgets.main(["regret", str(tmp_path / "choose"), str(tmp_path / "prove")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "6 groups of queries, 18 cases" and len(lines) == 9
+    # The requirement 0.9 is met by the mean or missed by a hair, the others need all vectors.
+    assert all(line.split(" | ")[2] == "100 %" for line in lines[3:])
+    with pytest.raises(SpecError, match=r"has no per_query\.csv"):
+        budgets.main(["tokens", str(tmp_path)])

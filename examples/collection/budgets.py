@@ -121,7 +121,7 @@ def tables(output: Path) -> Iterator[str]:
     for method in METHODS:
         for level in LEVELS:
             lost_Q = 100 * (full_Q - values(runs[method][level]))
-            cells = [_interval(lost_Q[is_in]) for is_in in groups]
+            cells = [_normal(lost_Q[is_in]) for is_in in groups]
             correlation = spearmanr(tokens_Q, lost_Q).statistic
             yield f"| {method}, K = {level} | {correlation:.2f} | {' | '.join(cells)} |"
     yield f"\n| method | {' | '.join(POWERS)} | exact |\n|---|{'---|' * len(POWERS)}---|"
@@ -139,8 +139,12 @@ def tables(output: Path) -> Iterator[str]:
                 yield f"| {name} | {' | '.join(cells)} | {min(shares):.2f} |"
 
 
+def _normal(values_Q: np.ndarray) -> str:
+    return f"{values_Q.mean():.1f} ± {1.96 * values_Q.std() / len(values_Q) ** 0.5:.1f}"
+
+
 def _interval(values_Q: np.ndarray) -> str:
-    low, high = bootstrap_interval(values_Q)
+    low, high = bootstrap_interval(values_Q, num_samples=3000)
     return f"{values_Q.mean():+.1f} ({low:+.1f} to {high:+.1f})"
 
 

@@ -1,6 +1,7 @@
 """Budgets by the number of tokens, and recommendations, from evaluations of a slice.
 
     python -m examples.collection.budgets tokens PROVE
+    python -m examples.collection.budgets agreement PROVE
     python -m examples.collection.budgets regret CHOOSE PROVE
 
 CHOOSE and PROVE are outputs of `maxray evaluate examples/collection/evaluate.yaml`.
@@ -9,6 +10,8 @@ CHOOSE and PROVE are outputs of `maxray evaluate examples/collection/evaluate.ya
 An item whose budget is k has the score that it has in the ranking with k vectors, so that nothing
 is compressed or searched. The rankings have 100 items: the result is exact for a query if its tenth
 score is at least as high as the last score of each ranking.
+
+`agreement` prints how well the overlap with the results of uncompressed vectors predicts the loss.
 
 `regret` prints how far recommendations by the judged queries of one half miss the required quality
 on the other half. A case is a group of queries and a required fraction of the uncompressed quality.
@@ -22,7 +25,7 @@ import csv
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +95,7 @@ def mixed(runs: Mapping[int, Run], budgets: Mapping[str, int]) -> tuple[Run, flo
     return found, num_exact / len(found)
 
 
-def tables(output: Path) -> Iterator[str]:
+def token_tables(output: Path) -> Iterator[str]:
     """Yields the lines of both tables."""
     spec = yaml.safe_load((output / "spec.yaml").read_text())
     path = f"{spec['benchmark']['path']}/qrels/{spec['benchmark']['split']}.tsv"
@@ -154,26 +157,16 @@ def regret_table(chosen: Path, proved: Path) -> Iterator[str]:
     The smallest representation is recommended whose lower bound of the retained quality is
     sufficient, or else the uncompressed vectors.
     """
-    spec = yaml.safe_load((chosen / "spec.yaml").read_text())
-    with open(f"{spec['benchmark']['path']}/queries.jsonl", encoding="utf-8") as file:
-        fields = {
-            row["_id"]: (row["kind"], row["language"], row["bm25"]) for row in map(json.loads, file)
-        }
+    groups = _groups(chosen)
     halves = [_values(folder) for folder in (chosen, proved)]
     with (proved / "table.csv").open() as file:
         sizes = {row["row"]: float(row["vector_bytes"]) for row in csv.DictReader(file)}
     names = sorted(halves[0].keys() & halves[1].keys() - {"bm25"}, key=lambda name: -sizes[name])
     sizes_R = np.array([sizes[name] for name in names])  # the first one is that of `full`
-    groups = {group for values in fields.values() for group in _groups(*values)}
     pairs = []
-    for group in sorted(groups):
+    for ids in groups.values():
         both = [
-            np.array(
-                [
-                    [v for q, v in half[name].items() if group in _groups(*fields[q])]
-                    for name in names
-                ]
-            )
+            np.array([[v for q, v in half[name].items() if q in ids] for name in names])
             for half in halves
         ]
         if min(values_RQ.shape[1] for values_RQ in both) >= MIN_QUERIES:
@@ -205,8 +198,52 @@ def _values(folder: Path) -> dict[str, dict[str, float]]:
     return values
 
 
-def _groups(kind: str, language: str, bm25: str) -> tuple[str, ...]:
-    return ("all", kind, language, bm25, f"{kind}, {language}", f"{kind}, {bm25}")
+def _groups(folder: Path) -> dict[str, set[str]]:
+    """Returns the ids of the queries by kind, language, what BM25 answers, and pairs of these."""
+    path = yaml.safe_load((folder / "spec.yaml").read_text())["benchmark"]["path"]
+    groups: dict[str, set[str]] = defaultdict(set)
+    with open(f"{path}/queries.jsonl", encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            kind, language, bm25 = row["kind"], row["language"], row["bm25"]
+            for group in ("all", kind, language, bm25, f"{kind} {language}", f"{kind} {bm25}"):
+                groups[group].add(row["_id"])
+    return groups
+
+
+def agreement_table(proved: Path) -> Iterator[str]:
+    """Yields a table of how the agreement with uncompressed results predicts the retained quality.
+
+    The agreement of a query is the share of the ten best items by uncompressed vectors that are
+    also found with K vectors. It needs queries, but no judgments.
+    """
+    values = _values(proved)
+    names = [f"{m}_{k}" for m in METHODS for k in LEVELS if (m, k) != ("kcenter", 1)]
+    best: dict[str, dict[str, set[str]]] = {}
+    for name in ("full", *names):
+        run = read_run(str(proved / "runs" / f"{name}.maxsim.trec"))
+        best[name] = {q: set(sorted(r, key=r.__getitem__)[-DEPTH:]) for q, r in run.items()}
+    agreement, retained = [], []
+    for ids in _groups(proved).values():
+        if len(queries := sorted(ids & best["full"].keys())) < MIN_QUERIES:
+            continue
+        full = [values["full.maxsim"][q] for q in queries]
+        shared = [[len(best["full"][q] & best[n][q]) / DEPTH for q in queries] for n in names]
+        agreement.append(np.mean(shared, axis=1))
+        kept = [[values[f"{n}.maxsim"][q] for q in queries] for n in names]
+        retained.append(np.mean(kept, axis=1) / np.mean(full))
+    agreement_GR, retained_GR = np.array(agreement), np.array(retained)
+    pairs = list(zip(agreement_GR, retained_GR, strict=True))
+    sizes = [int(name.rpartition("_")[2]) for name in names]
+    yield f"{len(pairs)} groups of queries"
+    yield "| candidates of a group | by the number of vectors | by the agreement |\n|---|---|---|"
+    by_size = np.mean([spearmanr(sizes, kept_R).statistic for _, kept_R in pairs])
+    by_agreement = np.mean([spearmanr(*pair).statistic for pair in pairs])
+    yield f"| mean correlation | {by_size:.2f} | {by_agreement:.2f} |"
+    yield f"\n| groups | {' | '.join(names)} |\n|---|{'---|' * len(names)}"
+    across = [
+        spearmanr(*pair).statistic for pair in zip(agreement_GR.T, retained_GR.T, strict=True)
+    ]
+    yield f"| correlation | {' | '.join(f'{value:.2f}' for value in across)} |"
 
 
 def _regrets(
@@ -228,20 +265,27 @@ def _regrets(
         yield 100 * max(0.0, required - truth_R[found]), sizes_R[found] / sizes_R[best]
 
 
+STEPS: dict[str, Callable[..., Iterator[str]]] = {
+    "tokens": token_tables,
+    "agreement": agreement_table,
+    "regret": regret_table,
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the tables."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("step", choices=["tokens", "regret"], help="what to print")
+    parser.add_argument("step", choices=STEPS, help="what to print")
     parser.add_argument("outputs", nargs="+", metavar="OUTPUT", help="output of an evaluation")
     args = parser.parse(arguments)
     folders = [Path(output) for output in args.outputs]
-    if len(folders) != (1 if args.step == "tokens" else 2):
-        parser.error("tokens needs the output of one evaluation, and regret those of two")
+    if len(folders) != (2 if args.step == "regret" else 1):
+        parser.error("regret needs the outputs of two evaluations, other steps one")
     for folder in folders:
         if not (folder / "per_query.csv").exists():
             rule = "the output folder of `maxray evaluate examples/collection/evaluate.yaml`"
             raise SpecError("OUTPUT", str(folder), rule, "has no per_query.csv")
-    for line in tables(*folders) if args.step == "tokens" else regret_table(*folders):
+    for line in STEPS[args.step](*folders):
         print(line, flush=True)
 
 

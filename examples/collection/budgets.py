@@ -1,6 +1,7 @@
 """Budgets by the number of tokens, and recommendations, from evaluations of a slice.
 
     python -m examples.collection.budgets tokens PROVE
+    python -m examples.collection.budgets items PROVE
     python -m examples.collection.budgets agreement PROVE
     python -m examples.collection.budgets regret CHOOSE PROVE
 
@@ -10,6 +11,8 @@ CHOOSE and PROVE are outputs of `maxray evaluate examples/collection/evaluate.ya
 An item whose budget is k has the score that it has in the ranking with k vectors, so that nothing
 is compressed or searched. The rankings have 100 items: the result is exact for a query if its tenth
 score is at least as high as the last score of each ranking.
+
+`items` prints how well properties of the stored vectors of the relevant item predict the loss.
 
 `agreement` prints how well the overlap with the results of uncompressed vectors predicts the loss.
 
@@ -30,15 +33,18 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.compute as pc
+import torch
 import yaml
 from scipy.stats import spearmanr
 
 import jobs
 from pipeline.config import SpecError
+from pipeline.eval.diagnostics import gini
 from pipeline.eval.metrics import per_query, read_run
 from pipeline.eval.significance import bootstrap_interval, ratio_intervals
 from pipeline.eval.topics import read_qrels
 from pipeline.index.reader import IndexReader
+from pipeline.tokens import flat_from_arrow, normalise
 
 MEASURE, DEPTH = "nDCG@10", 10
 LEVELS, METHODS = (1, 4, 8, 16, 32), ("hpool", "kcenter")
@@ -140,6 +146,52 @@ def token_tables(output: Path) -> Iterator[str]:
                     cells.append(_interval(100 * (values(run) - first_Q)))
                 name = f"{method}, K = {size}, up to {ratio} K"
                 yield f"| {name} | {' | '.join(cells)} | {min(shares):.2f} |"
+
+
+def item_table(output: Path) -> Iterator[str]:
+    """Yields a table of the correlation of properties of the relevant item with the loss."""
+    spec = yaml.safe_load((output / "spec.yaml").read_text())
+    path = f"{spec['benchmark']['path']}/qrels/{spec['benchmark']['split']}.tsv"
+    dataset = IndexReader(spec["index"]).dataset
+    row_of = {name: row for row, name in enumerate(dataset.to_table(["item_id"])[0].to_pylist())}
+    qrels = read_qrels(path, "qrels")
+    rows = {query: [row_of[i] for i in grades if i in row_of] for query, grades in qrels.items()}
+    rows = {query: found for query, found in rows.items() if found}
+    relevant = sorted({row for found in rows.values() for row in found})
+    values = _values(output)
+
+    def vectors(column: str) -> list[torch.Tensor]:
+        flat, lengths = flat_from_arrow(dataset.take(relevant, [column])[column])
+        return list(normalise(torch.from_numpy(flat.copy()).float()).split(lengths.tolist()))
+
+    items = vectors("full")
+    for number, name in enumerate(f"{m}_{k}" for m in METHODS for k in (4, 8, 16)):
+        pairs = zip(items, vectors(name), strict=True)
+        found = {row: _properties(*pair) for row, pair in zip(relevant, pairs, strict=True)}
+        loss = [values["full.maxsim"][q] - values[f"{name}.maxsim"][q] for q in rows]
+        names = next(iter(found.values()))
+        means = {n: [np.mean([found[row][n] for row in rows[q]]) for q in rows] for n in names}
+        if not number:
+            yield f"| candidate | {' | '.join(names)} |\n|---|{'---|' * len(names)}"
+        cells = [f"{spearmanr(column, loss).statistic:.2f}" for column in means.values()]
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def _properties(tokens_ND: torch.Tensor, vectors_KD: torch.Tensor) -> dict[str, float]:
+    """Computes properties of an item from its unit token vectors and its stored vectors."""
+    best_N, group_N = (tokens_ND @ vectors_KD.T).max(dim=1)
+    sizes_K = torch.bincount(group_N, minlength=len(vectors_KD))
+    sums_KD = torch.zeros_like(vectors_KD).index_add_(0, group_N, tokens_ND)
+    means_KD = sums_KD / sizes_K.clamp_min(1).unsqueeze(1)
+    within = (tokens_ND - means_KD[group_N]).square().sum()
+    total = (tokens_ND - tokens_ND.mean(dim=0)).square().sum().clamp_min(1e-9)
+    return {
+        "number of tokens": len(tokens_ND),
+        "mean distance": float((1 - best_N).mean()),
+        "radius": float((1 - best_N).max()),
+        "unexplained variance": float(within / total),
+        "Gini of group sizes": gini(sizes_K.numpy()) or 0.0,
+    }
 
 
 def _normal(values_Q: np.ndarray) -> str:
@@ -267,6 +319,7 @@ def _regrets(
 
 STEPS: dict[str, Callable[..., Iterator[str]]] = {
     "tokens": token_tables,
+    "items": item_table,
     "agreement": agreement_table,
     "regret": regret_table,
 }

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from examples.collection import budgets
@@ -65,3 +66,13 @@ def test_tables_of_evaluations(tmp_path, capsys):
     assert all(line.split(" | ")[2] == "100 %" for line in lines[3:])
     with pytest.raises(SpecError, match=r"has no per_query\.csv"):
         budgets.main(["tokens", str(tmp_path)])
+
+
+def test_properties_of_an_item():
+    tokens_ND = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+    found = budgets._properties(tokens_ND, tokens_ND[[0, 2]])
+    assert found["number of tokens"] == 4 and found["Gini of group sizes"] == 0
+    assert found["mean distance"] == pytest.approx(0.05)
+    assert found["radius"] == pytest.approx(0.2)
+    # The means are (1, 0) and (0.3, 0.9), and that of all tokens is (0.65, 0.45).
+    assert found["unexplained variance"] == pytest.approx(0.2 / 1.5)

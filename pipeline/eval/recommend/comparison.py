@@ -9,12 +9,14 @@ from pipeline.eval.recommend.choose import Row
 from pipeline.eval.recommend.measure import Measured
 from pipeline.eval.recommend.queries import QuerySet
 from pipeline.eval.recommend.sample import Sample
-from pipeline.eval.significance import ratio_intervals
+from pipeline.eval.significance import holm, randomisation_p, ratio_intervals
 from pipeline.search.packed import PackedVectors
 from pipeline.tokens import normalise
 
 #: Maximum number of items whose covering radius is computed.
 NUM_COVERED = 100
+#: Significance level of `Comparison.better`.
+LEVEL = 0.05
 
 
 class Comparison:
@@ -27,6 +29,7 @@ class Comparison:
 
     def __init__(self, sample: Sample, full: Measured, queries: QuerySet, seed: int):
         self._sample, self._queries, self._seed = sample, queries, seed
+        self._full_bytes = full.bytes_per_item
         self.rows: list[Row] = []
         self.values: list[np.ndarray] = []
         self.reference_Q = queries.measure(full.scores(queries.tokens), sample.ids)
@@ -64,6 +67,23 @@ class Comparison:
         )
         self.rows.append(row)
         return row
+
+    def better(self) -> list[Row]:
+        """Returns the rows that are smaller and significantly better than uncompressed vectors.
+
+        The p values of randomisation tests are corrected for the number of rows (Holm), because
+        the best of many rows is often better by chance. Pseudo-queries are made from uncompressed
+        vectors and therefore show nothing: the result is empty.
+        """
+        if not self._queries.is_judged or not self.rows:
+            return []
+        gains_RQ = np.stack(self.values) - self.reference_Q
+        p_values = holm(randomisation_p(gains_RQ, seed=self._seed).tolist())
+        return [
+            row
+            for row, gain, p_value in zip(self.rows, gains_RQ.mean(axis=1), p_values, strict=True)
+            if gain > 0 and p_value < LEVEL and row.bytes_per_item < self._full_bytes
+        ]
 
     def _covering(self, packed: PackedVectors) -> tuple[float, float]:
         """Returns mean and largest cosine distance of tokens to the nearest vector."""

@@ -78,7 +78,7 @@ def regret_table(recommendation: Recommendation) -> Table:
 
 
 def reason(recommendation: Recommendation) -> str:
-    """Explains the choice in at most three sentences."""
+    """Explains the choice in at most four sentences."""
     spec, choice = recommendation.spec, recommendation.choice
     row = choice.row
     measure = MEASURE if recommendation.is_judged else f"the {MEASURE} of pseudo-queries"
@@ -88,6 +88,11 @@ def reason(recommendation: Recommendation) -> str:
         f"{row.milliseconds:.2f} ms per query"
     )
     caveat = "" if recommendation.is_judged else f" {CAVEAT}"
+    if better := recommendation.better:
+        caveat += (
+            f" The uncompressed vectors are significantly worse than {better[0].name}, which "
+            f"retains {percentage(better[0].retained)}."
+        )
     if not choice.violations:
         return (
             f"{row.name} is the smallest candidate that retains at least "
@@ -155,6 +160,7 @@ def _as_json(recommendation: Recommendation) -> dict[str, Any]:
         "measure": MEASURE,
         "is_judged": recommendation.is_judged,
         "uncompressed_quality": recommendation.quality,
+        "better": [row.name for row in recommendation.better],
         "num_items": recommendation.num_items,
         "num_sampled": recommendation.num_sampled,
         "num_queries": recommendation.num_queries,

@@ -54,6 +54,8 @@ class Recommendation:
             None.
         is_judged: False if the queries are pseudo-queries.
         quality: Mean metric of the uncompressed vectors.
+        better: Rows that are smaller than the uncompressed vectors and significantly better, by
+            judged queries, in order of size.
         regrets: Validation of the estimates, or an empty list if it was not requested.
     """
 
@@ -68,6 +70,7 @@ class Recommendation:
     num_queries: int
     is_judged: bool
     quality: float
+    better: list[Row]
     regrets: list[Regret]
 
 
@@ -123,6 +126,7 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
         num_queries=len(queries.tokens),
         is_judged=queries.is_judged,
         quality=float(comparison.reference_Q.mean()),
+        better=sorted(comparison.better(), key=lambda row: row.bytes_per_item),
         regrets=[] if pseudo is None else regrets(comparison, pseudo, target),
     )
 

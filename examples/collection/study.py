@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,23 +19,25 @@ import pyarrow.compute as pc
 import torch
 from pydantic import Field, PositiveInt
 
-from pipeline.config import Spec
+from pipeline.config import Spec, dump
 from pipeline.eval.recommend.measure import compress
 from pipeline.eval.recommend.sample import Sample, draw_sample
 from pipeline.index.columns import Representation, required_taps
 from pipeline.index.reader import IndexReader
-from pipeline.registry import BENCHMARKS, CODECS, COMPRESSORS, BenchmarkSpec, CodecSpec
-from pipeline.runtime.atomic import open_atomic
+from pipeline.registry import BENCHMARKS, CODECS, COMPRESSORS, BenchmarkSpec, CodecSpec, CompressorSpec
 from pipeline.search.fusion import Fusion
 from pipeline.search.generators import bm25
-from pipeline.search.maxsim import maxsim
+from pipeline.search.maxsim import best_scores, maxsim
 from pipeline.search.packed import PackedVectors, join_blocks
 from pipeline.search.searcher import open_index
 
 #: The metric is nDCG at this rank, with one grade.
 DEPTH = 10
+#: Ascending indices of the items to score for each query, or None for all.
+Rows = list[torch.Tensor] | None
 #: Number of queries that are scored at a time, which bounds the matrix of scores.
 QUERIES_PER_BATCH = 512
+NONE = COMPRESSORS.resolve("none")
 HALVES = ("choose", "prove")
 
 
@@ -50,16 +52,25 @@ class Collection(Spec):
     """Splits `choose` and `prove`; if empty, queries are divided by the hashes of their ids."""
 
 
+class Grid(Spec):
+    """Methods, budgets and codecs that are combined. `none` has no budget."""
+
+    methods: list[str]
+    budgets: list[PositiveInt]
+    codecs: list[CodecSpec]
+
+
 class StudySpec(Spec):
     """Options of `python -m examples.collection study`."""
 
     output: str
     collections: dict[str, Collection]
-    methods: list[str]
-    budgets: list[PositiveInt]
-    codecs: list[CodecSpec]
+    grids: list[Grid]
     fusions: dict[str, Fusion]
     """Settings of the fused score, by the names of the scores."""
+    candidates: PositiveInt | None = None
+    """Number of items per query that are scored: the best by uncompressed vectors, and half as many
+    by single vectors and by BM25. If null, all items are scored."""
     seed: int = 0
 
 
@@ -84,16 +95,26 @@ class Queries(NamedTuple):
 
 
 def study(spec: StudySpec, say: Callable[[str], None]) -> None:
-    """Writes `OUTPUT/COLLECTION/METHOD.npz` with the metric of each row and query.
+    """Writes `OUTPUT/COLLECTION/METHOD-CODEC.npz` with the metric of each row and query.
 
-    Finished methods are kept, so that an interrupted run resumes.
+    Finished files are kept, so that an interrupted run resumes. Methods that need attention
+    statistics that an index does not store are left out.
     """
     for name, collection in spec.collections.items():
         folder = Path(spec.output) / name
-        methods = [m for m in ("none", *spec.methods) if not (folder / f"{m}.npz").exists()]
-        if methods:
+        tasks = [
+            (method, grid.budgets, codecs)
+            for grid in spec.grids
+            for method in grid.methods
+            if (codecs := [c for c in grid.codecs if not _file(folder, method, c).exists()])
+        ]
+        if tasks:
             folder.mkdir(parents=True, exist_ok=True)
-            _measure(spec, collection, methods, folder, say)
+            _measure(spec, collection, tasks, folder, say)
+
+
+def _file(folder: Path, method: str, codec: CodecSpec) -> Path:
+    return folder / f"{method}-{'-'.join(map(str, dump(codec).values()))}.npz"
 
 
 def half(query_id: str) -> str:
@@ -108,48 +129,84 @@ def half(query_id: str) -> str:
 def _measure(
     spec: StudySpec,
     collection: Collection,
-    methods: list[str],
+    tasks: Sequence[tuple[str, Sequence[int], Sequence[CodecSpec]]],
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
     searcher = open_index(collection.index)
     info = searcher.index.representation("full")
-    compressors = {
-        method: [COMPRESSORS.resolve({"name": method, "num_vectors": k}) for k in spec.budgets]
-        for method in methods
-        if method != "none"
-    }
+    compressors = {method: _compressors(method, budgets) for method, budgets, _ in tasks}
     taps = required_taps(
         [Representation(compressor=found[0]) for found in compressors.values()],
         info.encoder.num_layers,
     )
+    stored = [tap for tap in taps if info.encoder.tap_column(tap) in searcher.index.schema.names]
     size = searcher.index.dataset.count_rows()
-    sample = draw_sample(searcher.index, info, size=size, seed=spec.seed, taps=taps)
+    sample = draw_sample(searcher.index, info, size=size, seed=spec.seed, taps=stored)
     queries = _queries(searcher, collection, sample)
     _write_queries(folder / "queries.csv", queries, sample)
-    compressors |= {"none": [COMPRESSORS.resolve("none")]}
-    for method in methods:
-        names, sizes, values = [], [], []
-        for compressor_spec in compressors[method]:
+    uncompressed = [compress(COMPRESSORS.build(NONE), b, info.encoder) for b in sample.batches]
+    candidates = _candidates(
+        _pack(CODECS.resolve("int8"), uncompressed, spec.seed), queries, spec.candidates
+    )
+    del uncompressed
+    say(f"{folder.name}: {len(sample)} items, {len(queries.ids)} queries")
+    for method, budgets, codecs in tasks:
+        needed = required_taps([Representation(compressor=compressors[method][0])], 6)
+        if not set(needed) <= set(stored):
+            say(f"{folder.name} {method}: left out, needs attention statistics")
+            continue
+        tables = [_Table() for _ in codecs]
+        for compressor_spec in _compressors(method, budgets):
             compressor = COMPRESSORS.build(compressor_spec)
             with torch.no_grad():
                 blocks = [compress(compressor, batch, info.encoder) for batch in sample.batches]
-            for codec_spec in spec.codecs:
-                packed = _pack(codec_spec, blocks, spec.seed)
-                representation = Representation(compressor=compressor_spec, codec=codec_spec)
-                found = dict(_metrics(packed, queries, spec.fusions))
-                names += [f"{representation.id}.{score}" for score in found]
-                values += found.values()
+            for codec, table in zip(codecs, tables, strict=True):
+                packed = _pack(codec, blocks, spec.seed)
+                name = Representation(compressor=compressor_spec, codec=codec).id
+                found = _metrics(packed, queries, candidates, spec.fusions)
                 num_bytes = packed.num_vectors * packed.codec.token_bytes(packed.dim) / len(packed)
-                sizes += [num_bytes] * len(found)
-                say(f"{folder.name} {representation.id}: {values[-len(found)].mean():.4f}")
-        if method == "none":
-            names += ["bm25", "single_vector"]
-            lexical_QB = torch.from_numpy(queries.lexical)
-            values += [ndcg(lexical_QB, queries.relevant), ndcg(queries.single, queries.relevant)]
-            sizes += [0.0, 2.0 * info.encoder.dim]
-        with open_atomic(str(folder / f"{method}.npz"), "wb") as file:
-            np.savez(file, names=names, bytes=sizes, values=np.array(values, np.float32))
+                for score, values_Q in found.items():
+                    table.add(f"{name}.{score}", num_bytes, values_Q)
+                say(f"{folder.name} {name}: {found['maxsim'].mean():.4f}")
+        for codec, table in zip(codecs, tables, strict=True):
+            table.write(_file(folder, method, codec))
+    if not (path := folder / "baselines.npz").exists():
+        table = _Table()
+        baselines = {"bm25": queries.lexical, "single_vector": queries.single.numpy()}
+        for name, scores_QB in baselines.items():
+            best_QB = np.argsort(-scores_QB, axis=1, kind="stable")[:, :DEPTH]
+            pairs = zip(best_QB, queries.relevant, strict=True)
+            values_Q = np.array([ndcg(best, relevant) for best, relevant in pairs])
+            table.add(name, 0 if name == "bm25" else 2 * info.encoder.dim, values_Q)
+        table.write(path)
+
+
+def _compressors(method: str, budgets: Sequence[int]) -> list[CompressorSpec]:
+    if method == NONE.name:
+        return [NONE]
+    return [COMPRESSORS.resolve({"name": method, "num_vectors": budget}) for budget in budgets]
+
+
+class _Table:
+    """Rows with a name, the mean number of bytes per item, and the metric of each query."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._bytes: list[float] = []
+        self._values: list[np.ndarray] = []
+
+    def add(self, name: str, num_bytes: float, values_Q: np.ndarray) -> None:
+        """Adds a row."""
+        self._names.append(name)
+        self._bytes.append(num_bytes)
+        self._values.append(values_Q.astype(np.float32))
+
+    def write(self, path: Path) -> None:
+        """Writes the arrays `names` (R,), `bytes` (R,) and `values` (R, Q)."""
+        part = path.with_suffix(".part.npz")
+        np.savez(part, names=self._names, bytes=self._bytes, values=np.array(self._values))
+        part.replace(path)
 
 
 def _queries(searcher, collection: Collection, sample: Sample) -> Queries:
@@ -192,7 +249,7 @@ def _pooled(index: IndexReader, ids: Sequence[str]) -> tuple[torch.Tensor, list[
     order = {item: number for number, item in enumerate(table["item_id"].to_pylist())}
     table = table.take([order[item] for item in ids])
     flat = pc.list_flatten(table[column].combine_chunks()).to_numpy(zero_copy_only=False)
-    return torch.from_numpy(flat.reshape(len(ids), -1)).float(), table["text"].to_pylist()
+    return torch.from_numpy(flat.reshape(len(ids), -1).astype(np.float32)), table["text"].to_pylist()
 
 
 def _pack(
@@ -212,55 +269,61 @@ def _pack(
     return join_blocks(codec, blocks[0][0].shape[1], parts)
 
 
-def _metrics(
-    packed: PackedVectors, queries: Queries, fusions: Mapping[str, Fusion]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the metric of each query (Q,) by score."""
-    found: dict[str, list[np.ndarray]] = {name: [] for name in ("maxsim", "hybrid", *fusions)}
+def _candidates(packed: PackedVectors, queries: Queries, number: int | None) -> Rows:
+    """Returns the ascending indices of the best items of each query by any component.
+
+    The best by BM25 and by single vectors are fewer than by MaxSim, since they are less similar to
+    the rankings that are compared.
+    """
+    if number is None or number >= len(packed):
+        return None
+    found: list[torch.Tensor] = []
     for first in range(0, len(queries.ids), QUERIES_PER_BATCH):
         part = slice(first, first + QUERIES_PER_BATCH)
         tokens = [packed.codec.transform_queries(query) for query in queries.tokens[part]]
-        maxsim_QB = maxsim(tokens, packed)
-        num_tokens_Q1 = torch.tensor([[max(len(query), 1)] for query in tokens])
-        scores = {"maxsim": maxsim_QB, "hybrid": queries.single[part] + maxsim_QB / num_tokens_Q1}
-        for name, fusion in fusions.items():
-            scores[name] = _fused(fusion, maxsim_QB, queries.lexical[part], queries.single[part])
-        for name, scores_QB in scores.items():
-            found[name].append(ndcg(scores_QB, queries.relevant[part]))
-    for name, parts in found.items():
-        yield name, np.concatenate(parts)
-
-
-def _fused(
-    fusion: Fusion, maxsim_QB: torch.Tensor, lexical_QB: np.ndarray, single_QB: torch.Tensor
-) -> torch.Tensor:
-    names = ("maxsim", "bm25", "single_vector")
-    rows = zip(maxsim_QB.numpy(), lexical_QB, single_QB.numpy(), strict=True)
-    fused = [fusion.scores(dict(zip(names, row, strict=True)), DEPTH) for row in rows]
-    return torch.from_numpy(np.stack(fused))
-
-
-def ndcg(scores_QB: torch.Tensor, relevant: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns nDCG@10 (Q,) of judgments with one grade. Items of infinite or no score are last.
-
-    >>> ndcg(torch.tensor([[3.0, 2.0, 1.0]]), [[0, 2]]).round(3).tolist()
-    [0.92]
-    """
-    depth = min(DEPTH, scores_QB.shape[1])
-    best_Qk = scores_QB.topk(depth).indices.numpy()
-    gains_k = 1 / np.log2(np.arange(2, depth + 2))
-    return np.array(
-        [
-            gains_k[np.isin(best_k, items)].sum() / gains_k[: len(items)].sum() if items else 0
-            for best_k, items in zip(best_Qk, relevant, strict=True)
+        lists = [
+            maxsim(tokens, packed).topk(number).indices,
+            queries.single[part].topk(number // 2).indices,
+            torch.from_numpy(queries.lexical[part]).topk(number // 2).indices,
         ]
-    )
+        found += [torch.unique(row) for row in torch.cat(lists, dim=1)]
+    return found
+
+
+def _metrics(
+    packed: PackedVectors, queries: Queries, candidates: Rows, fusions: Mapping[str, Fusion]
+) -> dict[str, np.ndarray]:
+    """Returns the metric of each query (Q,) by score."""
+    tokens = [packed.codec.transform_queries(query) for query in queries.tokens]
+    ranked = best_scores(tokens, packed, len(packed), rows=candidates)
+    values: dict[str, list[float]] = {name: [] for name in ("maxsim", "hybrid", *fusions)}
+    for query, (items, maxsim_R) in enumerate(ranked):
+        single_R, lexical_R = queries.single[query][items].numpy(), queries.lexical[query][items]
+        parts = {"maxsim": maxsim_R, "bm25": lexical_R, "single_vector": single_R}
+        scores = {"maxsim": maxsim_R, "hybrid": single_R + maxsim_R / max(len(tokens[query]), 1)}
+        scores |= {name: fusion.scores(parts, DEPTH) for name, fusion in fusions.items()}
+        for name, scores_R in scores.items():
+            best = items[np.argsort(-scores_R, kind="stable")[:DEPTH]]
+            values[name].append(ndcg(best, queries.relevant[query]))
+    return {name: np.array(found) for name, found in values.items()}
+
+
+def ndcg(best: Sequence[int] | np.ndarray, relevant: Sequence[int]) -> float:
+    """Returns nDCG@10 of ranked items for judgments with one grade.
+
+    >>> round(ndcg([4, 1, 2], [4, 2]), 3)
+    0.92
+    """
+    gains = 1 / np.log2(np.arange(2, DEPTH + 2))
+    if not relevant:
+        return 0.0
+    return float(gains[: len(best)][np.isin(best, relevant)].sum() / gains[: len(relevant)].sum())
 
 
 def _write_queries(path: Path, queries: Queries, sample: Sample) -> None:
     """Writes the half of each query and the mean number of tokens of its relevant items."""
     lengths_B = torch.cat([batch.lengths for batch in sample.batches]).numpy()
-    with open_atomic(str(path), "w") as file:
+    with path.open("w") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["query", "half", "tokens"])
         for name, part, items in zip(queries.ids, queries.halves, queries.relevant, strict=True):

@@ -9,7 +9,6 @@ Shapes: Q queries, B items, R rows of the table.
 from __future__ import annotations
 
 import csv
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,14 +16,21 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from pipeline.config import Spec, dump
 from pipeline.eval.recommend.measure import compress
 from pipeline.eval.recommend.sample import Sample, draw_sample
 from pipeline.index.columns import Representation, required_taps
 from pipeline.index.reader import IndexReader
-from pipeline.registry import BENCHMARKS, CODECS, COMPRESSORS, BenchmarkSpec, CodecSpec, CompressorSpec
+from pipeline.registry import (
+    BENCHMARKS,
+    CODECS,
+    COMPRESSORS,
+    BenchmarkSpec,
+    CodecSpec,
+    CompressorSpec,
+)
 from pipeline.search.fusion import Fusion
 from pipeline.search.generators import bm25
 from pipeline.search.maxsim import best_scores, maxsim
@@ -48,8 +54,9 @@ class Collection(Spec):
     """URI of the index."""
     benchmark: BenchmarkSpec
     """Benchmark with the queries, whose ids are those of items."""
-    splits: list[str] = Field(default_factory=list)
-    """Splits `choose` and `prove`; if empty, queries are divided by the hashes of their ids."""
+    halves: bool = False
+    """Whether the benchmark has the splits `choose` and `prove`. Otherwise, nothing is chosen on
+    its queries, so that all of them are in the half `prove`."""
 
 
 class Grid(Spec):
@@ -58,6 +65,8 @@ class Grid(Spec):
     methods: list[str]
     budgets: list[PositiveInt]
     codecs: list[CodecSpec]
+    is_fused: bool = True
+    """Whether to compute the fused scores, which take most of the time."""
 
 
 class StudySpec(Spec):
@@ -84,6 +93,7 @@ class Queries(NamedTuple):
         tokens: Unit vectors of each query.
         single: Single-vector scores (Q, B).
         lexical: BM25 scores (Q, B).
+        postings_bytes: Mean number of bytes of the BM25 code of an item.
     """
 
     ids: list[str]
@@ -92,6 +102,7 @@ class Queries(NamedTuple):
     tokens: list[torch.Tensor]
     single: torch.Tensor
     lexical: np.ndarray
+    postings_bytes: float
 
 
 def study(spec: StudySpec, say: Callable[[str], None]) -> None:
@@ -103,7 +114,7 @@ def study(spec: StudySpec, say: Callable[[str], None]) -> None:
     for name, collection in spec.collections.items():
         folder = Path(spec.output) / name
         tasks = [
-            (method, grid.budgets, codecs)
+            (method, grid, codecs)
             for grid in spec.grids
             for method in grid.methods
             if (codecs := [c for c in grid.codecs if not _file(folder, method, c).exists()])
@@ -117,25 +128,16 @@ def _file(folder: Path, method: str, codec: CodecSpec) -> Path:
     return folder / f"{method}-{'-'.join(map(str, dump(codec).values()))}.npz"
 
 
-def half(query_id: str) -> str:
-    """Returns the half of a query.
-
-    >>> [half(name) for name in "abcd"]
-    ['choose', 'choose', 'choose', 'choose']
-    """
-    return HALVES[hashlib.sha256(query_id.encode()).digest()[0] % 2]
-
-
 def _measure(
     spec: StudySpec,
     collection: Collection,
-    tasks: Sequence[tuple[str, Sequence[int], Sequence[CodecSpec]]],
+    tasks: Sequence[tuple[str, Grid, Sequence[CodecSpec]]],
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
     searcher = open_index(collection.index)
     info = searcher.index.representation("full")
-    compressors = {method: _compressors(method, budgets) for method, budgets, _ in tasks}
+    compressors = {method: _compressors(method, grid.budgets) for method, grid, _ in tasks}
     taps = required_taps(
         [Representation(compressor=found[0]) for found in compressors.values()],
         info.encoder.num_layers,
@@ -151,23 +153,28 @@ def _measure(
     )
     del uncompressed
     say(f"{folder.name}: {len(sample)} items, {len(queries.ids)} queries")
-    for method, budgets, codecs in tasks:
-        needed = required_taps([Representation(compressor=compressors[method][0])], 6)
-        if not set(needed) <= set(stored):
+    single_bytes = 2.0 * info.encoder.dim
+    others = {"maxsim": 0.0, "hybrid": single_bytes}
+    for score, fusion in spec.fusions.items():
+        is_used = bool(fusion.component_weights.single_vector)
+        others[score] = queries.postings_bytes + is_used * single_bytes
+    for method, grid, codecs in tasks:
+        first = Representation(compressor=compressors[method][0])
+        if not set(required_taps([first], info.encoder.num_layers)) <= set(stored):
             say(f"{folder.name} {method}: left out, needs attention statistics")
             continue
         tables = [_Table() for _ in codecs]
-        for compressor_spec in _compressors(method, budgets):
+        for compressor_spec in _compressors(method, grid.budgets):
             compressor = COMPRESSORS.build(compressor_spec)
             with torch.no_grad():
                 blocks = [compress(compressor, batch, info.encoder) for batch in sample.batches]
             for codec, table in zip(codecs, tables, strict=True):
                 packed = _pack(codec, blocks, spec.seed)
                 name = Representation(compressor=compressor_spec, codec=codec).id
-                found = _metrics(packed, queries, candidates, spec.fusions)
+                found = _metrics(packed, queries, candidates, spec.fusions if grid.is_fused else {})
                 num_bytes = packed.num_vectors * packed.codec.token_bytes(packed.dim) / len(packed)
                 for score, values_Q in found.items():
-                    table.add(f"{name}.{score}", num_bytes, values_Q)
+                    table.add(f"{name}.{score}", num_bytes + others[score], values_Q)
                 say(f"{folder.name} {name}: {found['maxsim'].mean():.4f}")
         for codec, table in zip(codecs, tables, strict=True):
             table.write(_file(folder, method, codec))
@@ -178,7 +185,8 @@ def _measure(
             best_QB = np.argsort(-scores_QB, axis=1, kind="stable")[:, :DEPTH]
             pairs = zip(best_QB, queries.relevant, strict=True)
             values_Q = np.array([ndcg(best, relevant) for best, relevant in pairs])
-            table.add(name, 0 if name == "bm25" else 2 * info.encoder.dim, values_Q)
+            num_bytes = queries.postings_bytes if name == "bm25" else single_bytes
+            table.add(name, num_bytes, values_Q)
         table.write(path)
 
 
@@ -213,14 +221,12 @@ def _queries(searcher, collection: Collection, sample: Sample) -> Queries:
     halves: dict[str, str] = {}
     texts: dict[str, str] = {}
     qrels: dict[str, dict[str, int]] = {}
-    for number, split in enumerate(collection.splits or [None]):
-        benchmark = collection.benchmark
-        if split is not None:
-            benchmark = benchmark.model_copy(update={"split": split})
-        judged = BENCHMARKS.build(benchmark).load()
+    for part in HALVES if collection.halves else HALVES[1:]:
+        changes = {"split": part} if collection.halves else {}
+        judged = BENCHMARKS.build(collection.benchmark.model_copy(update=changes)).load()
         texts |= judged.queries
         qrels |= judged.qrels
-        halves |= {name: HALVES[number] if split else half(name) for name in judged.queries}
+        halves |= dict.fromkeys(judged.queries, part)
     numbers = {item: number for number, item in enumerate(sample.ids)}
     relevant = [
         [numbers[item] for item, grade in qrels[name].items() if grade > 0 and item in numbers]
@@ -239,6 +245,7 @@ def _queries(searcher, collection: Collection, sample: Sample) -> Queries:
         list(encoded.tokens),
         encoded.pooled @ items_BD.T,
         np.stack([postings.scores(text) for text in texts.values()]),
+        postings.item_bytes,
     )
 
 
@@ -249,7 +256,8 @@ def _pooled(index: IndexReader, ids: Sequence[str]) -> tuple[torch.Tensor, list[
     order = {item: number for number, item in enumerate(table["item_id"].to_pylist())}
     table = table.take([order[item] for item in ids])
     flat = pc.list_flatten(table[column].combine_chunks()).to_numpy(zero_copy_only=False)
-    return torch.from_numpy(flat.reshape(len(ids), -1).astype(np.float32)), table["text"].to_pylist()
+    vectors_BD = torch.from_numpy(flat.reshape(len(ids), -1).astype(np.float32))
+    return vectors_BD, table["text"].to_pylist()
 
 
 def _pack(

@@ -106,7 +106,7 @@ class Queries(NamedTuple):
 
 
 def study(spec: StudySpec, say: Callable[[str], None]) -> None:
-    """Writes `OUTPUT/COLLECTION/METHOD-CODEC.npz` with the metric of each row and query.
+    """Writes `OUTPUT/COLLECTION/METHOD-CODEC-BUDGETS.npz` with the metric of each row and query.
 
     Finished files are kept, so that an interrupted run resumes. Methods that need attention
     statistics that an index does not store are left out.
@@ -117,15 +117,16 @@ def study(spec: StudySpec, say: Callable[[str], None]) -> None:
             (method, grid, codecs)
             for grid in spec.grids
             for method in grid.methods
-            if (codecs := [c for c in grid.codecs if not _file(folder, method, c).exists()])
+            if (codecs := [c for c in grid.codecs if not _file(folder, method, grid, c).exists()])
         ]
         if tasks:
             folder.mkdir(parents=True, exist_ok=True)
             _measure(spec, collection, tasks, folder, say)
 
 
-def _file(folder: Path, method: str, codec: CodecSpec) -> Path:
-    return folder / f"{method}-{'-'.join(map(str, dump(codec).values()))}.npz"
+def _file(folder: Path, method: str, grid: Grid, codec: CodecSpec) -> Path:
+    parts = [method, *dump(codec).values(), *grid.budgets]
+    return folder / f"{'-'.join(map(str, parts))}.npz"
 
 
 def _measure(
@@ -177,7 +178,7 @@ def _measure(
                     table.add(f"{name}.{score}", num_bytes + others[score], values_Q)
                 say(f"{folder.name} {name}: {found['maxsim'].mean():.4f}")
         for codec, table in zip(codecs, tables, strict=True):
-            table.write(_file(folder, method, codec))
+            table.write(_file(folder, method, grid, codec))
     if not (path := folder / "baselines.npz").exists():
         table = _Table()
         baselines = {"bm25": queries.lexical, "single_vector": queries.single.numpy()}
@@ -252,6 +253,7 @@ def _queries(searcher, collection: Collection, sample: Sample) -> Queries:
 def _pooled(index: IndexReader, ids: Sequence[str]) -> tuple[torch.Tensor, list[str]]:
     """Returns the single vectors (B, D) float32 and the texts of items in the given order."""
     column = index.representation("full").pooled_column
+    assert column is not None
     table = index.dataset.to_table(columns=["item_id", column, "text"])
     order = {item: number for number, item in enumerate(table["item_id"].to_pylist())}
     table = table.take([order[item] for item in ids])

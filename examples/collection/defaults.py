@@ -1,0 +1,180 @@
+"""Choice of the default representation and score on one half of the queries, proof on the other.
+
+Shapes: R rows of the table, Q queries, S bootstrap samples.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from examples.collection.study import HALVES, StudySpec
+
+#: Largest loss in nDCG@10, at the lower end of the 95 % confidence interval.
+MARGIN = 0.01
+#: Number of bootstrap samples of the queries.
+NUM_SAMPLES = 2000
+#: Groups with fewer queries are not compared.
+MIN_QUERIES = 50
+REFERENCE = "full.maxsim"
+
+
+class Rows(NamedTuple):
+    """Metric of each row and query of a collection.
+
+    Attributes:
+        bytes: Mean bytes per item (R,), with the single vector and the BM25 code that a score uses.
+        values: nDCG@10 (R, Q).
+        is_prove: Whether a query is in the half `prove` (Q,).
+        groups: Mask (Q,) of each group of queries, by name.
+    """
+
+    names: list[str]
+    bytes: np.ndarray
+    values: np.ndarray
+    is_prove: np.ndarray
+    groups: dict[str, np.ndarray]
+
+
+class Test(NamedTuple):
+    """Difference of a row to another one, with its 95 % confidence interval."""
+
+    other: str
+    difference: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        """`passed`, `failed`, or `undecided` if the interval contains both answers."""
+        if self.low > -MARGIN:
+            return "passed"
+        return "failed" if self.high < 0 else "undecided"
+
+
+def read(folder: Path, queries: Path) -> Rows:
+    """Reads the results of a collection, and the groups of its queries from its benchmark."""
+    names: list[str] = []
+    sizes, values = [], []
+    for path in sorted(folder.glob("*.npz")):
+        with np.load(path) as table:
+            new = [number for number, name in enumerate(table["names"]) if name not in names]
+            names += table["names"][new].tolist()
+            sizes.append(table["bytes"][new])
+            values.append(table["values"][new])
+    with (folder / "queries.csv").open() as file:
+        listed = list(csv.DictReader(file))
+    fields = {}
+    if queries.exists():
+        with queries.open(encoding="utf-8") as file:
+            fields = {row["_id"]: row for row in map(json.loads, file)}
+    tokens_Q = np.array([float(row["tokens"]) for row in listed])
+    bounds = np.quantile(tokens_Q, [1 / 3, 2 / 3])
+    length_Q = np.array(["short", "medium", "long"])[np.searchsorted(bounds, tokens_Q)]
+    groups = {f"answer: {name}": length_Q == name for name in ("short", "medium", "long")}
+    for field in ("kind", "language"):
+        value_Q = np.array([fields.get(row["query"], {}).get(field, "") for row in listed])
+        groups |= {f"{field}: {name}": value_Q == name for name in np.unique(value_Q) if name}
+    is_prove = np.array([row["half"] == HALVES[1] for row in listed])
+    groups = {n: q for n, q in groups.items() if (q & is_prove).sum() >= MIN_QUERIES}
+    return Rows(names, np.concatenate(sizes), np.concatenate(values), is_prove, groups)
+
+
+def intervals(differences_RQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bounds (R,) of the 95 % confidence intervals of the means (paired bootstrap).
+
+    >>> intervals(np.array([[0.5, 0.5], [0.0, 0.0]]))[0].tolist()
+    [0.5, 0.0]
+    """
+    num_queries = differences_RQ.shape[1]
+    weights = np.full(num_queries, 1 / num_queries)
+    counts_SQ = np.random.default_rng(0).multinomial(num_queries, weights, NUM_SAMPLES)
+    means_SR = counts_SQ @ differences_RQ.T.astype(np.float64) / num_queries
+    low_R, high_R = np.quantile(means_SR, [0.025, 0.975], axis=0)
+    return low_R, high_R
+
+
+def choose(rows: Rows) -> str:
+    """Returns the smallest row that is within the margin of the best one on `choose`.
+
+    It is the one with the highest lower bound if no row is.
+    """
+    values_RQ = rows.values[:, ~rows.is_prove]
+    best = values_RQ.mean(1).argmax()
+    low_R, _ = intervals(values_RQ - values_RQ[best])
+    low_R[best] = 0
+    is_close_R = low_R > -MARGIN
+    order = np.lexsort((-values_RQ.mean(1), rows.bytes))
+    return rows.names[next(row for row in order if is_close_R[row])]
+
+
+def prove(rows: Rows, name: str, queries_Q: np.ndarray, other: str | None = None) -> Test:
+    """Compares a row with another, by default the best of the others of at most equal bytes."""
+    row = rows.names.index(name)
+    values_RQ = rows.values[:, queries_Q]
+    means_R = values_RQ.mean(1)
+    if other is None:
+        means_R[(rows.bytes > rows.bytes[row] * 1.001) | (np.arange(len(means_R)) == row)] = -1
+        number = int(means_R.argmax())
+    else:
+        number = rows.names.index(other)
+    difference_Q = values_RQ[row] - values_RQ[number]
+    (low,), (high,) = intervals(difference_Q[np.newaxis])
+    return Test(rows.names[number], float(difference_Q.mean()), float(low), float(high))
+
+
+def report(spec: StudySpec, chosen: str | None, table: Path) -> Iterator[str]:
+    """Yields Markdown tables, and writes all rows to a CSV file."""
+    collections = {}
+    for name, collection in spec.collections.items():
+        path = getattr(collection.benchmark, "path", "")
+        if (Path(spec.output) / name).exists():
+            collections[name] = read(Path(spec.output) / name, Path(path) / "queries.jsonl")
+    deciding = next(n for n, c in spec.collections.items() if c.halves)
+    rows = collections[deciding]
+    chosen = chosen or choose(rows)
+    yield f"chosen on {deciding}: {chosen}"
+    yield ""
+    yield "| collection | queries | nDCG@10 | best of at most equal bytes | difference | verdict |"
+    yield "|---|---|---|---|---|---|"
+    for name, found in collections.items():
+        if chosen in found.names:
+            test = prove(found, chosen, found.is_prove)
+            value = found.values[found.names.index(chosen), found.is_prove].mean()
+            yield _line(name, int(found.is_prove.sum()), value, test)
+    for group, mask_Q in rows.groups.items():
+        queries_Q = mask_Q & rows.is_prove
+        test = prove(rows, chosen, queries_Q)
+        value = rows.values[rows.names.index(chosen), queries_Q].mean()
+        yield _line(group, int(queries_Q.sum()), value, test)
+    write(table, collections)
+
+
+def _line(name: str, number: int, value: float, test: Test) -> str:
+    interval = f"{test.difference:+.3f} ({test.low:+.3f} to {test.high:+.3f})"
+    return f"| {name} | {number:,} | {value:.3f} | {test.other} | {interval} | {test.verdict} |"
+
+
+def write(path: Path, collections: dict[str, Rows]) -> None:
+    """Writes a row per collection, representation and score.
+
+    `low` and `high` are the bounds of the difference to uncompressed vectors on `prove`.
+    """
+    with path.open("w") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["collection", "row", "bytes", *HALVES, "low", "high"])
+        for name, rows in collections.items():
+            values_RQ = rows.values[:, rows.is_prove]
+            reference = rows.names.index(REFERENCE if REFERENCE in rows.names else rows.names[0])
+            low_R, high_R = intervals(values_RQ - values_RQ[reference])
+            for row in np.lexsort((rows.names, rows.bytes)):
+                choices_Q = rows.values[row, ~rows.is_prove]
+                numbers = [values_RQ[row].mean(), low_R[row], high_R[row]]
+                cells = [f"{number:.4f}" for number in numbers]
+                first = f"{choices_Q.mean():.4f}" if len(choices_Q) else ""
+                writer.writerow([name, rows.names[row], round(rows.bytes[row]), first, *cells])

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from examples.collection.study import HALVES, StudySpec
+from examples.collection.build import HALVES
+from examples.collection.study import StudySpec
 
 #: Largest loss in nDCG@10, at the lower end of the 95 % confidence interval.
 MARGIN = 0.01
@@ -128,35 +129,38 @@ def prove(rows: Rows, name: str, queries_Q: np.ndarray, other: str | None = None
     return Test(rows.names[number], float(difference_Q.mean()), float(low), float(high))
 
 
-def report(spec: StudySpec, chosen: str | None, table: Path) -> Iterator[str]:
-    """Yields Markdown tables, and writes all rows to a CSV file."""
+def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> Iterator[str]:
+    """Yields a Markdown table of the tests of a row, and writes all rows to a CSV file.
+
+    Args:
+        table: CSV file, or None.
+        chosen: Row such as `hpool_32_int8.maxsim`, or None for the choice of the rule.
+    """
     collections = {}
     for name, collection in spec.collections.items():
-        path = getattr(collection.benchmark, "path", "")
-        if (Path(spec.output) / name).exists():
-            collections[name] = read(Path(spec.output) / name, Path(path) / "queries.jsonl")
-    deciding = next(n for n, c in spec.collections.items() if c.halves)
-    rows = collections[deciding]
+        if (folder := Path(spec.output) / name).exists():
+            path = Path(getattr(collection.benchmark, "path", ""))
+            collections[name] = read(folder, path / "queries.jsonl")
+    rows = next(found for name, found in collections.items() if spec.collections[name].halves)
     chosen = chosen or choose(rows)
-    yield f"chosen on {deciding}: {chosen}"
+    yield f"Chosen: {chosen}"
     yield ""
-    yield "| collection | queries | nDCG@10 | best of at most equal bytes | difference | verdict |"
+    yield "| queries | number | nDCG@10 | best of at most equal bytes | difference | verdict |"
     yield "|---|---|---|---|---|---|"
     for name, found in collections.items():
         if chosen in found.names:
-            test = prove(found, chosen, found.is_prove)
-            value = found.values[found.names.index(chosen), found.is_prove].mean()
-            yield _line(name, int(found.is_prove.sum()), value, test)
+            yield _line(name, found, chosen, found.is_prove)
     for group, mask_Q in rows.groups.items():
-        queries_Q = mask_Q & rows.is_prove
-        test = prove(rows, chosen, queries_Q)
-        value = rows.values[rows.names.index(chosen), queries_Q].mean()
-        yield _line(group, int(queries_Q.sum()), value, test)
-    write(table, collections)
+        yield _line(group, rows, chosen, mask_Q & rows.is_prove)
+    if table is not None:
+        write(table, collections)
 
 
-def _line(name: str, number: int, value: float, test: Test) -> str:
+def _line(name: str, rows: Rows, chosen: str, queries_Q: np.ndarray) -> str:
+    test = prove(rows, chosen, queries_Q)
+    value = rows.values[rows.names.index(chosen), queries_Q].mean()
     interval = f"{test.difference:+.3f} ({test.low:+.3f} to {test.high:+.3f})"
+    number = int(queries_Q.sum())
     return f"| {name} | {number:,} | {value:.3f} | {test.other} | {interval} | {test.verdict} |"
 
 

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import torch
 from pydantic import PositiveInt
 
+from examples.collection.build import HALVES
 from pipeline.config import Spec, dump
 from pipeline.eval.recommend.measure import compress
 from pipeline.eval.recommend.sample import Sample, draw_sample
@@ -44,7 +45,6 @@ Rows = list[torch.Tensor] | None
 #: Number of queries that are scored at a time, which bounds the matrix of scores.
 QUERIES_PER_BATCH = 512
 NONE = COMPRESSORS.resolve("none")
-HALVES = ("choose", "prove")
 
 
 class Collection(Spec):

@@ -12,7 +12,7 @@ LIMITS = {
     "lines of code outside unit tests": 66_035,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
-    "root modules of pipeline/": 7,
+    "root modules of pipeline/": 8,
     "registries": 10,
     "registry entries": 76,
     "verbs": 13,

@@ -38,8 +38,10 @@ from pipeline.search.maxsim import best_scores, maxsim
 from pipeline.search.packed import PackedVectors, join_blocks
 from pipeline.search.searcher import open_index
 
-#: The metric is nDCG at this rank, with one grade.
+#: The metric is nDCG at this rank.
 DEPTH = 10
+#: Index of an item that is not found. Relevant items that are not in the index have smaller ones.
+MISSING = -1
 #: Ascending indices of the items to score for each query, or None for all.
 Rows = list[torch.Tensor] | None
 #: Number of queries that are scored at a time, which bounds the matrix of scores.
@@ -89,7 +91,7 @@ class Queries(NamedTuple):
     Attributes:
         ids: Ids of the queries.
         halves: Half of each query.
-        relevant: Indices of the relevant items of each query.
+        grades: Positive grades by the index of the item, for each query.
         tokens: Unit vectors of each query.
         single: Single-vector scores (Q, B).
         lexical: BM25 scores (Q, B).
@@ -98,7 +100,7 @@ class Queries(NamedTuple):
 
     ids: list[str]
     halves: list[str]
-    relevant: list[list[int]]
+    grades: list[dict[int, int]]
     tokens: list[torch.Tensor]
     single: torch.Tensor
     lexical: np.ndarray
@@ -184,8 +186,10 @@ def _measure(
         baselines = {"bm25": queries.lexical, "single_vector": queries.single.numpy()}
         for name, scores_QB in baselines.items():
             best_QB = np.argsort(-scores_QB, axis=1, kind="stable")[:, :DEPTH]
-            pairs = zip(best_QB, queries.relevant, strict=True)
-            values_Q = np.array([ndcg(best, relevant) for best, relevant in pairs])
+            # Items without a common term are not found by BM25.
+            best_QB[np.take_along_axis(scores_QB, best_QB, 1) == 0] = MISSING
+            pairs = zip(best_QB, queries.grades, strict=True)
+            values_Q = np.array([ndcg(best, grades) for best, grades in pairs])
             num_bytes = queries.postings_bytes if name == "bm25" else single_bytes
             table.add(name, num_bytes, values_Q)
         table.write(path)
@@ -229,8 +233,12 @@ def _queries(searcher, collection: Collection, sample: Sample) -> Queries:
         qrels |= judged.qrels
         halves |= dict.fromkeys(judged.queries, part)
     numbers = {item: number for number, item in enumerate(sample.ids)}
-    relevant = [
-        [numbers[item] for item, grade in qrels[name].items() if grade > 0 and item in numbers]
+    grades = [
+        {
+            numbers.get(item, MISSING - 1 - place): grade
+            for place, (item, grade) in enumerate(qrels[name].items())
+            if grade > 0
+        }
         for name in texts
     ]
     encoded = searcher.queries(
@@ -242,7 +250,7 @@ def _queries(searcher, collection: Collection, sample: Sample) -> Queries:
     return Queries(
         list(texts),
         list(halves.values()),
-        relevant,
+        grades,
         list(encoded.tokens),
         encoded.pooled @ items_BD.T,
         np.stack([postings.scores(text) for text in texts.values()]),
@@ -314,20 +322,21 @@ def _metrics(
         scores |= {name: fusion.scores(parts, DEPTH) for name, fusion in fusions.items()}
         for name, scores_R in scores.items():
             best = items[np.argsort(-scores_R, kind="stable")[:DEPTH]]
-            values[name].append(ndcg(best, queries.relevant[query]))
+            values[name].append(ndcg(best, queries.grades[query]))
     return {name: np.array(found) for name, found in values.items()}
 
 
-def ndcg(best: Sequence[int] | np.ndarray, relevant: Sequence[int]) -> float:
-    """Returns nDCG@10 of ranked items for judgments with one grade.
+def ndcg(best: np.ndarray, grades: Mapping[int, int]) -> float:
+    """Returns nDCG@10 of ranked items.
 
-    >>> round(ndcg([4, 1, 2], [4, 2]), 3)
+    >>> round(ndcg(np.array([4, 1, 2]), {4: 1, 2: 1}), 3)
     0.92
     """
-    gains = 1 / np.log2(np.arange(2, DEPTH + 2))
-    if not relevant:
-        return 0.0
-    return float(gains[: len(best)][np.isin(best, relevant)].sum() / gains[: len(relevant)].sum())
+    discounts = np.log2(np.arange(2, DEPTH + 2))
+    gains = np.array([grades.get(item, 0) for item in best[:DEPTH].tolist()])
+    ideal = np.array(sorted(grades.values(), reverse=True)[:DEPTH])
+    largest = (ideal / discounts[: len(ideal)]).sum()
+    return float((gains / discounts[: len(gains)]).sum() / largest) if largest else 0.0
 
 
 def _write_queries(path: Path, queries: Queries, sample: Sample) -> None:
@@ -336,5 +345,6 @@ def _write_queries(path: Path, queries: Queries, sample: Sample) -> None:
     with path.open("w") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["query", "half", "tokens"])
-        for name, part, items in zip(queries.ids, queries.halves, queries.relevant, strict=True):
-            rows.writerow([name, part, f"{lengths_B[items].mean() if items else 0:.1f}"])
+        for name, half, grades in zip(queries.ids, queries.halves, queries.grades, strict=True):
+            items = [item for item in grades if item >= 0]
+            rows.writerow([name, half, f"{lengths_B[items].mean() if items else 0:.1f}"])

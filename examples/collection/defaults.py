@@ -176,7 +176,7 @@ def write(path: Path, collections: dict[str, Rows]) -> None:
             values_RQ = rows.values[:, rows.is_prove]
             reference = rows.names.index(REFERENCE if REFERENCE in rows.names else rows.names[0])
             low_R, high_R = intervals(values_RQ - values_RQ[reference])
-            for row in np.lexsort((rows.names, rows.bytes)):
+            for row in np.lexsort((np.array(rows.names), rows.bytes)):
                 choices_Q = rows.values[row, ~rows.is_prove]
                 numbers = [values_RQ[row].mean(), low_R[row], high_R[row]]
                 cells = [f"{number:.4f}" for number in numbers]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,8 @@ MARGIN = 0.01
 NUM_SAMPLES = 2000
 #: Groups with fewer queries are not compared.
 MIN_QUERIES = 50
-REFERENCE = "full.maxsim"
+#: Row of the uncompressed vectors, in float16 if it was measured.
+REFERENCES = ("full.maxsim", "full_int8.maxsim")
 
 
 class Rows(NamedTuple):
@@ -152,8 +154,63 @@ def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> It
             yield _line(name, found, chosen, found.is_prove)
     for group, mask_Q in rows.groups.items():
         yield _line(group, rows, chosen, mask_Q & rows.is_prove)
+    for name, found in collections.items():
+        yield ""
+        yield f"| {name} | bytes per item | choose | prove | difference to uncompressed |"
+        yield "|---|---|---|---|---|"
+        yield from _front(found)
     if table is not None:
         write(table, collections)
+        plot(table.with_suffix(".png"), collections)
+
+
+def _front(rows: Rows) -> Iterator[str]:
+    """Yields the rows than which no smaller one is better, by the half for choosing if there is."""
+    values_RQ = rows.values[:, rows.is_prove]
+    chosen_by_R = rows.values[:, ~rows.is_prove if (~rows.is_prove).any() else rows.is_prove].mean(
+        1
+    )
+    low_R, high_R = intervals(values_RQ - values_RQ[rows.names.index(reference(rows))])
+    best = -1.0
+    for row in np.lexsort((-chosen_by_R, rows.bytes)):
+        if chosen_by_R[row] > best:
+            best = chosen_by_R[row]
+            choose_Q = rows.values[row, ~rows.is_prove]
+            cells = [f"{choose_Q.mean():.3f}" if len(choose_Q) else ""]
+            cells += [f"{values_RQ[row].mean():.3f}", f"{low_R[row]:+.3f} to {high_R[row]:+.3f}"]
+            yield f"| `{rows.names[row]}` | {rows.bytes[row]:,.0f} | {' | '.join(cells)} |"
+
+
+def reference(rows: Rows) -> str:
+    """Returns the name of the row of uncompressed vectors."""
+    return next(name for name in REFERENCES if name in rows.names)
+
+
+def plot(path: Path, collections: dict[str, Rows]) -> None:
+    """Draws nDCG@10 on `prove` against bytes per item, one panel per collection."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(collections), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(collections), squeeze=False)[0]
+    for panel, (name, rows) in zip(panels, collections.items(), strict=True):
+        series: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for row, values_Q in zip(rows.names, rows.values[:, rows.is_prove], strict=True):
+            representation, _, score = row.partition(".")
+            found = re.fullmatch(r"(\w+?)_(\d+)_(int8|bits_1)", representation)
+            if found and score == "maxsim":
+                point = (float(rows.bytes[rows.names.index(row)]), float(values_Q.mean()))
+                series.setdefault((found[1], found[3]), []).append(point)
+        methods = list(dict.fromkeys(method for method, _ in series))
+        for (method, codec), points in series.items():
+            style = "o-" if codec == "int8" else "s:"
+            color = f"C{methods.index(method)}"
+            panel.plot(*zip(*sorted(points), strict=True), style, ms=3, color=color, label=method)
+        panel.axhline(rows.values[rows.names.index(reference(rows)), rows.is_prove].mean(), lw=0.8)
+        panel.set(xscale="log", xlabel="bytes per item", ylabel="nDCG@10", title=name)
+    handles, labels = panels[0].get_legend_handles_labels()
+    by_label = dict(zip(reversed(labels), reversed(handles), strict=True))
+    panels[0].legend(by_label.values(), by_label, fontsize=7)
+    figure.savefig(path, dpi=150)
 
 
 def _line(name: str, rows: Rows, chosen: str, queries_Q: np.ndarray) -> str:
@@ -174,8 +231,7 @@ def write(path: Path, collections: dict[str, Rows]) -> None:
         writer.writerow(["collection", "row", "bytes", *HALVES, "low", "high"])
         for name, rows in collections.items():
             values_RQ = rows.values[:, rows.is_prove]
-            reference = rows.names.index(REFERENCE if REFERENCE in rows.names else rows.names[0])
-            low_R, high_R = intervals(values_RQ - values_RQ[reference])
+            low_R, high_R = intervals(values_RQ - values_RQ[rows.names.index(reference(rows))])
             for row in np.lexsort((np.array(rows.names), rows.bytes)):
                 choices_Q = rows.values[row, ~rows.is_prove]
                 numbers = [values_RQ[row].mean(), low_R[row], high_R[row]]

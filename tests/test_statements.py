@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import defaultdict
 
 import pytest
 
+from pipeline.defaults import CODEC, COMPRESSOR, SCORE
 from tests.documentation import ROOT
 
 #: Labels of methods in tables of PDF pages and abstracts, and their names in the tables of results.
@@ -49,3 +49,34 @@ def test_rows_of_pages_equal_the_table_of_methods(page):
             assert row[1:4] == measured[LABELS[label], budget or "all"], row
             checked += 1
     assert checked > 5
+
+
+@pytest.fixture(scope="module")
+def study() -> dict[str, dict[str, float]]:
+    """Columns of docs/results/defaults.csv; their rows are named `collection row`."""
+    columns: dict[str, dict[str, float]] = {}
+    with (ROOT / "docs/results/defaults.csv").open() as file:
+        for row in csv.DictReader(file):
+            name = f"{row.pop('collection')} {row.pop('row')}"
+            for column, value in row.items():
+                columns.setdefault(column, {})[name] = float(value or "nan")
+    return columns
+
+
+def test_rows_of_the_study_equal_its_table(study):
+    collection, checked = "", 0
+    for name, *row in cells((ROOT / "docs/results/defaults.md").read_text()):
+        if row[0] == "bytes per item":
+            collection = name
+        elif collection and name.startswith("`"):
+            key = f"{collection} {name.strip('`')}"
+            choose = study["choose"][key]
+            expected = [f"{study['bytes'][key]:,.0f}", f"{choose:.3f}" if choose == choose else ""]
+            expected += [f"{study['prove'][key]:.3f}"]
+            expected += [f"{study['low'][key]:+.3f} to {study['high'][key]:+.3f}"]
+            assert row == expected, key
+            checked += 1
+    assert checked > 10
+
+
+DEFAULT = f"{COMPRESSOR['name']}_{COMPRESSOR['num_vectors']}_{CODEC}.{SCORE}"

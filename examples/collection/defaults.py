@@ -167,9 +167,8 @@ def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> It
 def _front(rows: Rows) -> Iterator[str]:
     """Yields the rows than which no smaller one is better, by the half for choosing if there is."""
     values_RQ = rows.values[:, rows.is_prove]
-    chosen_by_R = rows.values[:, ~rows.is_prove if (~rows.is_prove).any() else rows.is_prove].mean(
-        1
-    )
+    queries_Q = rows.is_prove if rows.is_prove.all() else ~rows.is_prove
+    chosen_by_R = rows.values[:, queries_Q].mean(1)
     low_R, high_R = intervals(values_RQ - values_RQ[rows.names.index(reference(rows))])
     best = -1.0
     for row in np.lexsort((-chosen_by_R, rows.bytes)):

@@ -23,6 +23,11 @@ MARGIN = 0.01
 NUM_SAMPLES = 2000
 #: Groups with fewer queries are not compared.
 MIN_QUERIES = 50
+#: Rows that can be a default. A codec that is fitted cannot, since an index may begin empty, and
+#: the number of vectors must be limited. Other scores need single vectors or BM25.
+DEFAULTS = re.compile(r"\w+?_\d+(_int8)?\.maxsim")
+#: Representations whose scores are compared.
+SHOWN = ("full_int8", "kcenter_32_int8", "hpool_32_int8", "kcenter_32_bits_1")
 #: Row of the uncompressed vectors, in float16 if it was measured.
 REFERENCES = ("full.maxsim", "full_int8.maxsim")
 
@@ -51,6 +56,12 @@ class Test(NamedTuple):
     difference: float
     low: float
     high: float
+
+    @property
+    def interval(self) -> str:
+        """The difference with its interval, in points."""
+        bounds = f"({100 * self.low:+.1f} to {100 * self.high:+.1f})"
+        return f"{100 * self.difference:+.1f} {bounds}"
 
     @property
     def verdict(self) -> str:
@@ -103,17 +114,14 @@ def intervals(differences_RQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def choose(rows: Rows) -> str:
-    """Returns the smallest row that is within the margin of the best one on `choose`.
-
-    It is the one with the highest lower bound if no row is.
-    """
+    """Returns the smallest default that is within the margin of the best one on `choose`."""
     values_RQ = rows.values[:, ~rows.is_prove]
-    best = values_RQ.mean(1).argmax()
+    means_R = values_RQ.mean(1)
+    eligible = [row for row, name in enumerate(rows.names) if DEFAULTS.fullmatch(name)]
+    best = max(eligible, key=lambda row: means_R[row])
     low_R, _ = intervals(values_RQ - values_RQ[best])
-    low_R[best] = 0
-    is_close_R = low_R > -MARGIN
-    order = np.lexsort((-values_RQ.mean(1), rows.bytes))
-    return rows.names[next(row for row in order if is_close_R[row])]
+    close = [row for row in eligible if low_R[row] > -MARGIN or row == best]
+    return rows.names[min(close, key=lambda row: (round(rows.bytes[row]), -means_R[row]))]
 
 
 def prove(rows: Rows, name: str, queries_Q: np.ndarray, other: str | None = None) -> Test:
@@ -154,6 +162,15 @@ def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> It
             yield _line(name, found, chosen, found.is_prove)
     for group, mask_Q in rows.groups.items():
         yield _line(group, rows, chosen, mask_Q & rows.is_prove)
+    yield ""
+    yield "| score | representation | choose | prove |"
+    yield "|---|---|---|---|"
+    for name in rows.names:
+        representation, _, score = name.partition(".")
+        if score not in ("", "maxsim") and representation in SHOWN:
+            parts = (~rows.is_prove, rows.is_prove)
+            halves = [prove(rows, name, part, f"{representation}.maxsim") for part in parts]
+            yield f"| {score} | `{representation}` | {halves[0].interval} | {halves[1].interval} |"
     for name, found in collections.items():
         yield ""
         yield f"| {name} | bytes per item | choose | prove | difference to uncompressed |"
@@ -215,9 +232,10 @@ def plot(path: Path, collections: dict[str, Rows]) -> None:
 def _line(name: str, rows: Rows, chosen: str, queries_Q: np.ndarray) -> str:
     test = prove(rows, chosen, queries_Q)
     value = rows.values[rows.names.index(chosen), queries_Q].mean()
-    interval = f"{test.difference:+.3f} ({test.low:+.3f} to {test.high:+.3f})"
     number = int(queries_Q.sum())
-    return f"| {name} | {number:,} | {value:.3f} | {test.other} | {interval} | {test.verdict} |"
+    return (
+        f"| {name} | {number:,} | {value:.3f} | `{test.other}` | {test.interval} | {test.verdict} |"
+    )
 
 
 def write(path: Path, collections: dict[str, Rows]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from examples.collection.build import HALVES
 from examples.collection.study import StudySpec
+from pipeline.defaults import CODEC, COMPRESSOR, SCORE
 
 #: Largest loss in nDCG@10, at the lower end of the 95 % confidence interval.
 MARGIN = 0.01
@@ -25,7 +26,8 @@ NUM_SAMPLES = 2000
 MIN_QUERIES = 50
 #: Rows that can be a default. A codec that is fitted cannot, since an index may begin empty, and
 #: the number of vectors must be limited. Other scores need single vectors or BM25.
-DEFAULTS = re.compile(r"\w+?_\d+(_int8)?\.maxsim")
+DEFAULTS = re.compile(r"[a-z_]+_\d+(_int8)?\.maxsim")
+PRESENT = f"{COMPRESSOR['name']}_{COMPRESSOR['num_vectors']}_{CODEC}.{SCORE}"
 #: Representations whose scores are compared.
 SHOWN = ("full_int8", "kcenter_32_int8", "hpool_32_int8", "kcenter_32_bits_1")
 #: Row of the uncompressed vectors, in float16 if it was measured.
@@ -114,14 +116,24 @@ def intervals(differences_RQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def choose(rows: Rows) -> str:
-    """Returns the smallest default that is within the margin of the best one on `choose`."""
+    """Returns the smallest default that is within the margin of the best one on `choose`.
+
+    Among those of this size, it is the present one, unless another is significantly better.
+    """
     values_RQ = rows.values[:, ~rows.is_prove]
-    means_R = values_RQ.mean(1)
-    eligible = [row for row, name in enumerate(rows.names) if DEFAULTS.fullmatch(name)]
-    best = max(eligible, key=lambda row: means_R[row])
-    low_R, _ = intervals(values_RQ - values_RQ[best])
-    close = [row for row in eligible if low_R[row] > -MARGIN or row == best]
-    return rows.names[min(close, key=lambda row: (round(rows.bytes[row]), -means_R[row]))]
+    eligible = np.array([DEFAULTS.fullmatch(name) is not None for name in rows.names])
+    means_R = np.where(eligible, values_RQ.mean(1), -1)
+    low_R, _ = intervals(values_RQ - values_RQ[means_R.argmax()])
+    is_close_R = eligible & (low_R > -MARGIN)
+    is_close_R[means_R.argmax()] = True
+    smallest = rows.bytes[is_close_R].min()
+    best = np.where(is_close_R & (rows.bytes < smallest * 1.001), means_R, -1).argmax()
+    if PRESENT in rows.names:
+        row = rows.names.index(PRESENT)
+        _, (high,) = intervals(values_RQ[[row]] - values_RQ[best])
+        if is_close_R[row] and rows.bytes[row] < smallest * 1.001 and high >= 0:
+            return PRESENT
+    return rows.names[best]
 
 
 def prove(rows: Rows, name: str, queries_Q: np.ndarray, other: str | None = None) -> Test:
@@ -233,9 +245,8 @@ def _line(name: str, rows: Rows, chosen: str, queries_Q: np.ndarray) -> str:
     test = prove(rows, chosen, queries_Q)
     value = rows.values[rows.names.index(chosen), queries_Q].mean()
     number = int(queries_Q.sum())
-    return (
-        f"| {name} | {number:,} | {value:.3f} | `{test.other}` | {test.interval} | {test.verdict} |"
-    )
+    cells = [name, f"{number:,}", f"{value:.3f}", f"`{test.other}`", test.interval, test.verdict]
+    return f"| {' | '.join(cells)} |"
 
 
 def write(path: Path, collections: dict[str, Rows]) -> None:

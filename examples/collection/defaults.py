@@ -263,6 +263,6 @@ def write(path: Path, collections: dict[str, Rows]) -> None:
             for row in np.lexsort((np.array(rows.names), rows.bytes)):
                 choices_Q = rows.values[row, ~rows.is_prove]
                 numbers = [values_RQ[row].mean(), low_R[row], high_R[row]]
-                cells = [f"{number:.4f}" for number in numbers]
-                first = f"{choices_Q.mean():.4f}" if len(choices_Q) else ""
+                cells = [f"{number:.6f}" for number in numbers]
+                first = f"{choices_Q.mean():.6f}" if len(choices_Q) else ""
                 writer.writerow([name, rows.names[row], round(rows.bytes[row]), first, *cells])

@@ -15,6 +15,7 @@ ORDER = [
     ("paths",),
     ("config",),
     ("runtime",),
+    ("defaults",),
     ("schema",),
     ("registry", "taps", "tokens"),
     ("data",),

@@ -19,6 +19,7 @@ from pipeline.data.base import Source
 from pipeline.data.combined import Combined
 from pipeline.data.files import escape, existing_root, open_root
 from pipeline.data.folder import INDEX_MEMBER, KINDS, OTHER, Folder
+from pipeline.defaults import CODEC, COMPRESSOR
 from pipeline.extras import is_installed
 from pipeline.index import JOBS, SUFFIX, job
 from pipeline.index.checks import check
@@ -31,11 +32,10 @@ from pipeline.index.upsert import stored_representation
 from pipeline.paths import is_uri
 from pipeline.runtime.text import Table
 
-#: Representations of a new index: all vectors, and the budget that `docs/tutorials/choosing.md`
-#: recommends without a measurement.
+#: Representations of a new index: all vectors, and the default budget.
 REPRESENTATIONS = (
-    {"compressor": "none", "codec": "int8", "id": "full"},
-    {"compressor": {"name": "kcenter", "num_vectors": 32}, "codec": "int8"},
+    {"compressor": "none", "codec": CODEC, "id": "full"},
+    {"compressor": COMPRESSOR, "codec": CODEC},
 )
 #: Recognisers of the encoder `transcript`, and the packages that they need.
 RECOGNISERS = {"ocr": "rapidocr", "speech": "pocketsphinx"}

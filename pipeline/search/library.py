@@ -12,6 +12,7 @@ import torch
 
 from pipeline.compression import Compressor
 from pipeline.config import SpecError, first_line, location, parse, within
+from pipeline.defaults import CODEC
 from pipeline.encoders.shared import Encoders
 from pipeline.index import delete, find_index, job_id
 from pipeline.index.add import AddedColumns
@@ -34,8 +35,8 @@ from pipeline.search.searcher import Searcher
 if TYPE_CHECKING:
     from pipeline.index.folder import Account
 
-#: Representations of a new index: all vectors, one byte per number.
-REPRESENTATIONS = ({"id": "full", "compressor": "none", "codec": "int8"},)
+#: Representations of a new index: all vectors.
+REPRESENTATIONS = ({"id": "full", "compressor": "none", "codec": CODEC},)
 
 #: One item or query: vectors (N, D), or a single vector (D,).
 Vectors = np.ndarray | torch.Tensor

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from pipeline.config import Spec, SpecError, parse, within
+from pipeline.defaults import SCORE
 from pipeline.search.candidates import (
     AUTO,
     BM25,
@@ -145,7 +146,7 @@ class SearchOptions(Spec):
     representation with nested vectors. Default: `full` if the index has it, else the first."""
     k: int = Field(10, ge=1)
     """Maximum number of hits per query."""
-    score: Score = "maxsim"
+    score: Score = SCORE
     """Score of the first stage: `maxsim` is the MaxSim score of the token vectors, `single_vector`
     the similarity of the single vectors, and `hybrid` their weighted sum. `fused` combines the
     rankings by MaxSim, BM25 and single vectors, see `fusion`."""

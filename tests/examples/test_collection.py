@@ -1,6 +1,7 @@
 """Tests of the open collection on packages that are made here in the real layout."""
 
 import bz2
+import csv
 import gzip
 import hashlib
 import io
@@ -8,15 +9,19 @@ import json
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from examples.collection import build as building
+from examples.collection.__main__ import main
 from examples.collection.build import HALVES, SLICES, Slice, build, sketch
 from examples.collection.extract import EXTRACTORS, members, passages
 from examples.collection.licences import licences
 from examples.collection.table import tables
-from pipeline.config import SpecError
+from pipeline.config import SpecError, parse
+from pipeline.eval.evaluation import run
+from pipeline.eval.spec import EvaluateSpec
 
 COPYRIGHT = b"Files: *\nLicense: GPL-2+\n text\n"
 
@@ -237,3 +242,48 @@ def test_tables_compare_with_uncompressed_vectors(tmp_path):
     assert "| language | en (30) | others (10) |" in lines
     with pytest.raises(SpecError, match="has no per_query.csv"):
         list(tables(tmp_path / "none"))
+
+
+def test_study_equals_an_evaluation(index_uri, tmp_path, capsys):
+    folder = tmp_path / "benchmark"
+    (folder / "qrels").mkdir(parents=True)
+    queries = {"a": "the lift of a wing", "b": "how to bake bread", "c": "buckling of shells"}
+    lines = [json.dumps({"_id": name, "text": text}) for name, text in queries.items()]
+    (folder / "queries.jsonl").write_text("\n".join(lines))
+    head = "query-id\tcorpus-id\tscore\n"
+    (folder / "qrels" / "choose.tsv").write_text(head + "a\twing/2\t1\nc\theat/1\t1\n")
+    (folder / "qrels" / "prove.tsv").write_text(head + "b\tbread/2\t1\nb\tflow\t1\n")
+    benchmark = {"name": "beir", "path": str(folder)}
+    spec = {
+        "output": str(tmp_path / "out"),
+        "collections": {"few": {"index": index_uri, "benchmark": benchmark, "halves": True}},
+        "candidates": 3,
+        "fusions": {"fused": {"weights": {"bm25": 0.2}}},
+        "grids": [{"methods": ["none", "hpool"], "budgets": [4], "codecs": ["float16"]}],
+    }
+    (tmp_path / "study.yaml").write_text(json.dumps(spec))
+    main(["study", str(tmp_path / "study.yaml")])
+    table = tmp_path / "table.csv"
+    main(["defaults", str(tmp_path / "study.yaml"), "--table", str(table)])
+    assert "| few | 1 |" in capsys.readouterr().out
+    with table.open() as file:
+        rows = {row["row"]: row for row in csv.DictReader(file)}
+    assert set(rows) >= {"full.maxsim", "full.fused", "hpool_4.hybrid", "bm25", "single_vector"}
+    for half in HALVES:
+        fields = {
+            "index": index_uri,
+            "benchmark": {**benchmark, "split": half},
+            "representations": ["full", "hpool_4"],
+            "scores": ["maxsim", "hybrid", "single_vector"],
+            "judged": "item",
+            "diagnostics": False,
+            "output": str(tmp_path / "evaluation"),
+        }
+        evaluation = run(parse(EvaluateSpec, fields), print)
+        for result in evaluation.results:
+            mean = np.mean([values["nDCG@10"] for values in result.values.values()])
+            if result.score in ("maxsim", "hybrid"):
+                row = f"{result.representation}.{result.score}"
+            else:
+                row = result.score
+            assert float(rows[row][half]) == pytest.approx(mean, abs=1e-4)

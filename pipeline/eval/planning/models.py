@@ -21,6 +21,7 @@ from pipeline import config
 from pipeline.config import Spec, SpecError
 from pipeline.data.decode import Unreadable
 from pipeline.data.pages import Pages
+from pipeline.defaults import CODEC, COMPRESSOR
 from pipeline.encoders import Encoder
 from pipeline.encoders.published import published_fields
 from pipeline.encoders.sequences import SequenceEncoder
@@ -206,8 +207,8 @@ def _sweep(width: int, tokens: int | None, has_images: bool) -> list[dict[str, A
     budget = 64 if has_images else 32
     while budget > 16 and budget * width > MAX_COMPRESSED:
         budget //= 2
-    compressed = {"compressor.name": ["hpool", "samer"], "compressor.num_vectors": [budget]}
+    compressed = {"compressor.name": [COMPRESSOR["name"]], "compressor.num_vectors": [budget]}
     if width > 128:
-        compressed["codec"] = ["int8"]
+        compressed["codec"] = [CODEC]
     is_small = (tokens or TOKENS) * width * 2 <= MAX_UNCOMPRESSED
     return [*([{"compressor": ["none"]}] if is_small else []), compressed]

@@ -1,0 +1,268 @@
+"""Choice of the default representation and score on one half of the queries, proof on the other.
+
+Shapes: R rows of the table, Q queries, S bootstrap samples.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from examples.collection.build import HALVES
+from examples.collection.study import StudySpec
+from pipeline.defaults import CODEC, COMPRESSOR, SCORE
+
+#: Largest loss in nDCG@10, at the lower end of the 95 % confidence interval.
+MARGIN = 0.01
+#: Number of bootstrap samples of the queries.
+NUM_SAMPLES = 2000
+#: Groups with fewer queries are not compared.
+MIN_QUERIES = 50
+#: Rows that can be a default. A codec that is fitted cannot, since an index may begin empty, and
+#: the number of vectors must be limited. Other scores need single vectors or BM25.
+DEFAULTS = re.compile(r"[a-z_]+_\d+(_int8)?\.maxsim")
+PRESENT = f"{COMPRESSOR['name']}_{COMPRESSOR['num_vectors']}_{CODEC}.{SCORE}"
+#: Representations whose scores are compared.
+SHOWN = ("full_int8", "kcenter_32_int8", "hpool_32_int8", "kcenter_32_bits_1")
+#: Row of the uncompressed vectors, in float16 if it was measured.
+REFERENCES = ("full.maxsim", "full_int8.maxsim")
+
+
+class Rows(NamedTuple):
+    """Metric of each row and query of a collection.
+
+    Attributes:
+        bytes: Mean bytes per item (R,), with the single vector and the BM25 code that a score uses.
+        values: nDCG@10 (R, Q).
+        is_prove: Whether a query is in the half `prove` (Q,).
+        groups: Mask (Q,) of each group of queries, by name.
+    """
+
+    names: list[str]
+    bytes: np.ndarray
+    values: np.ndarray
+    is_prove: np.ndarray
+    groups: dict[str, np.ndarray]
+
+
+class Test(NamedTuple):
+    """Difference of a row to another one, with its 95 % confidence interval."""
+
+    other: str
+    difference: float
+    low: float
+    high: float
+
+    @property
+    def interval(self) -> str:
+        """The difference with its interval, in points."""
+        bounds = f"({100 * self.low:+.1f} to {100 * self.high:+.1f})"
+        return f"{100 * self.difference:+.1f} {bounds}"
+
+    @property
+    def verdict(self) -> str:
+        """`passed`, `failed`, or `undecided` if the interval contains both answers."""
+        if self.low > -MARGIN:
+            return "passed"
+        return "failed" if self.high < 0 else "undecided"
+
+
+def read(folder: Path, queries: Path) -> Rows:
+    """Reads the results of a collection, and the groups of its queries from its benchmark."""
+    names: list[str] = []
+    sizes, values = [], []
+    for path in sorted(folder.glob("*.npz")):
+        with np.load(path) as table:
+            new = [number for number, name in enumerate(table["names"]) if name not in names]
+            names += table["names"][new].tolist()
+            sizes.append(table["bytes"][new])
+            values.append(table["values"][new])
+    with (folder / "queries.csv").open() as file:
+        listed = list(csv.DictReader(file))
+    fields = {}
+    if queries.exists():
+        with queries.open(encoding="utf-8") as file:
+            fields = {row["_id"]: row for row in map(json.loads, file)}
+    tokens_Q = np.array([float(row["tokens"]) for row in listed])
+    bounds = np.quantile(tokens_Q, [1 / 3, 2 / 3])
+    length_Q = np.array(["short", "medium", "long"])[np.searchsorted(bounds, tokens_Q)]
+    groups = {f"answer: {name}": length_Q == name for name in ("short", "medium", "long")}
+    for field in ("kind", "language"):
+        value_Q = np.array([fields.get(row["query"], {}).get(field, "") for row in listed])
+        groups |= {f"{field}: {name}": value_Q == name for name in np.unique(value_Q) if name}
+    is_prove = np.array([row["half"] == HALVES[1] for row in listed])
+    groups = {n: q for n, q in groups.items() if (q & is_prove).sum() >= MIN_QUERIES}
+    return Rows(names, np.concatenate(sizes), np.concatenate(values), is_prove, groups)
+
+
+def intervals(differences_RQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bounds (R,) of the 95 % confidence intervals of the means (paired bootstrap).
+
+    >>> intervals(np.array([[0.5, 0.5], [0.0, 0.0]]))[0].tolist()
+    [0.5, 0.0]
+    """
+    num_queries = differences_RQ.shape[1]
+    weights = np.full(num_queries, 1 / num_queries)
+    counts_SQ = np.random.default_rng(0).multinomial(num_queries, weights, NUM_SAMPLES)
+    means_SR = counts_SQ @ differences_RQ.T.astype(np.float64) / num_queries
+    low_R, high_R = np.quantile(means_SR, [0.025, 0.975], axis=0)
+    return low_R, high_R
+
+
+def choose(rows: Rows) -> str:
+    """Returns the smallest default that is within the margin of the best one on `choose`.
+
+    Among those of this size, it is the present one, unless another is significantly better.
+    """
+    values_RQ = rows.values[:, ~rows.is_prove]
+    eligible = np.array([DEFAULTS.fullmatch(name) is not None for name in rows.names])
+    means_R = np.where(eligible, values_RQ.mean(1), -1)
+    low_R, _ = intervals(values_RQ - values_RQ[means_R.argmax()])
+    is_close_R = eligible & (low_R > -MARGIN)
+    is_close_R[means_R.argmax()] = True
+    smallest = rows.bytes[is_close_R].min()
+    best = np.where(is_close_R & (rows.bytes < smallest * 1.001), means_R, -1).argmax()
+    if PRESENT in rows.names:
+        row = rows.names.index(PRESENT)
+        _, (high,) = intervals(values_RQ[[row]] - values_RQ[best])
+        if is_close_R[row] and rows.bytes[row] < smallest * 1.001 and high >= 0:
+            return PRESENT
+    return rows.names[best]
+
+
+def prove(rows: Rows, name: str, queries_Q: np.ndarray, other: str | None = None) -> Test:
+    """Compares a row with another, by default the best of the others of at most equal bytes."""
+    row = rows.names.index(name)
+    values_RQ = rows.values[:, queries_Q]
+    means_R = values_RQ.mean(1)
+    if other is None:
+        means_R[(rows.bytes > rows.bytes[row] * 1.001) | (np.arange(len(means_R)) == row)] = -1
+        number = int(means_R.argmax())
+    else:
+        number = rows.names.index(other)
+    difference_Q = values_RQ[row] - values_RQ[number]
+    (low,), (high,) = intervals(difference_Q[np.newaxis])
+    return Test(rows.names[number], float(difference_Q.mean()), float(low), float(high))
+
+
+def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> Iterator[str]:
+    """Yields a Markdown table of the tests of a row, and writes all rows to a CSV file.
+
+    Args:
+        table: CSV file, or None.
+        chosen: Row such as `hpool_32_int8.maxsim`, or None for the choice of the rule.
+    """
+    collections = {}
+    for name, collection in spec.collections.items():
+        if (folder := Path(spec.output) / name).exists():
+            path = Path(getattr(collection.benchmark, "path", ""))
+            collections[name] = read(folder, path / "queries.jsonl")
+    rows = next(found for name, found in collections.items() if spec.collections[name].halves)
+    chosen = chosen or choose(rows)
+    yield f"Chosen: {chosen}"
+    yield ""
+    yield "| queries | number | nDCG@10 | best of at most equal bytes | difference | verdict |"
+    yield "|---|---|---|---|---|---|"
+    for name, found in collections.items():
+        if chosen in found.names:
+            yield _line(name, found, chosen, found.is_prove)
+    for group, mask_Q in rows.groups.items():
+        yield _line(group, rows, chosen, mask_Q & rows.is_prove)
+    yield ""
+    yield "| score | representation | choose | prove |"
+    yield "|---|---|---|---|"
+    for name in rows.names:
+        representation, _, score = name.partition(".")
+        if score not in ("", "maxsim") and representation in SHOWN:
+            parts = (~rows.is_prove, rows.is_prove)
+            halves = [prove(rows, name, part, f"{representation}.maxsim") for part in parts]
+            yield f"| {score} | `{representation}` | {halves[0].interval} | {halves[1].interval} |"
+    for name, found in collections.items():
+        yield ""
+        yield f"| {name} | bytes per item | choose | prove | difference to uncompressed |"
+        yield "|---|---|---|---|---|"
+        yield from _front(found)
+    if table is not None:
+        write(table, collections)
+        plot(table.with_suffix(".png"), collections)
+
+
+def _front(rows: Rows) -> Iterator[str]:
+    """Yields the rows than which no smaller one is better, by the half for choosing if there is."""
+    values_RQ = rows.values[:, rows.is_prove]
+    queries_Q = rows.is_prove if rows.is_prove.all() else ~rows.is_prove
+    chosen_by_R = rows.values[:, queries_Q].mean(1)
+    low_R, high_R = intervals(values_RQ - values_RQ[rows.names.index(reference(rows))])
+    best = -1.0
+    for row in np.lexsort((-chosen_by_R, rows.bytes)):
+        if chosen_by_R[row] > best:
+            best = chosen_by_R[row]
+            choose_Q = rows.values[row, ~rows.is_prove]
+            cells = [f"{choose_Q.mean():.3f}" if len(choose_Q) else ""]
+            cells += [f"{values_RQ[row].mean():.3f}", f"{low_R[row]:+.3f} to {high_R[row]:+.3f}"]
+            yield f"| `{rows.names[row]}` | {rows.bytes[row]:,.0f} | {' | '.join(cells)} |"
+
+
+def reference(rows: Rows) -> str:
+    """Returns the name of the row of uncompressed vectors."""
+    return next(name for name in REFERENCES if name in rows.names)
+
+
+def plot(path: Path, collections: dict[str, Rows]) -> None:
+    """Draws nDCG@10 on `prove` against bytes per item, one panel per collection."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(collections), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(collections), squeeze=False)[0]
+    for panel, (name, rows) in zip(panels, collections.items(), strict=True):
+        series: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for row, values_Q in zip(rows.names, rows.values[:, rows.is_prove], strict=True):
+            representation, _, score = row.partition(".")
+            found = re.fullmatch(r"(\w+?)_(\d+)_(int8|bits_1)", representation)
+            if found and score == "maxsim":
+                point = (float(rows.bytes[rows.names.index(row)]), float(values_Q.mean()))
+                series.setdefault((found[1], found[3]), []).append(point)
+        methods = list(dict.fromkeys(method for method, _ in series))
+        for (method, codec), points in series.items():
+            style = "o-" if codec == "int8" else "s:"
+            color = f"C{methods.index(method)}"
+            panel.plot(*zip(*sorted(points), strict=True), style, ms=3, color=color, label=method)
+        panel.axhline(rows.values[rows.names.index(reference(rows)), rows.is_prove].mean(), lw=0.8)
+        panel.set(xscale="log", xlabel="bytes per item", ylabel="nDCG@10", title=name)
+    handles, labels = panels[0].get_legend_handles_labels()
+    by_label = dict(zip(reversed(labels), reversed(handles), strict=True))
+    panels[0].legend(by_label.values(), by_label, fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
+def _line(name: str, rows: Rows, chosen: str, queries_Q: np.ndarray) -> str:
+    test = prove(rows, chosen, queries_Q)
+    value = rows.values[rows.names.index(chosen), queries_Q].mean()
+    number = int(queries_Q.sum())
+    cells = [name, f"{number:,}", f"{value:.3f}", f"`{test.other}`", test.interval, test.verdict]
+    return f"| {' | '.join(cells)} |"
+
+
+def write(path: Path, collections: dict[str, Rows]) -> None:
+    """Writes a row per collection, representation and score.
+
+    `low` and `high` are the bounds of the difference to uncompressed vectors on `prove`.
+    """
+    with path.open("w") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["collection", "row", "bytes", *HALVES, "low", "high"])
+        for name, rows in collections.items():
+            values_RQ = rows.values[:, rows.is_prove]
+            low_R, high_R = intervals(values_RQ - values_RQ[rows.names.index(reference(rows))])
+            for row in np.lexsort((np.array(rows.names), rows.bytes)):
+                choices_Q = rows.values[row, ~rows.is_prove]
+                numbers = [values_RQ[row].mean(), low_R[row], high_R[row]]
+                cells = [f"{number:.6f}" for number in numbers]
+                first = f"{choices_Q.mean():.6f}" if len(choices_Q) else ""
+                writer.writerow([name, rows.names[row], round(rows.bytes[row]), first, *cells])

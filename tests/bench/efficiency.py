@@ -68,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = {name: read(args.out / name) for name in SYSTEMS if (args.out / name).exists()}
     rows = [row for name in results for row in measures(args.out / name, results[name], judgments)]
     lengths = np.load(data / "lengths.npy")
-    title = f"{len(lengths):,} items of {lengths.mean():.1f} vectors, {len(judgments['qrels'])} queries"
+    title = (
+        f"{len(lengths):,} items of {lengths.mean():.1f} vectors, {len(judgments['qrels'])} queries"
+    )
     bench.add("systems", title, {"results": results}, table(HEADER, cells(rows)))
     if args.figure:
         write_figure(args.figure, rows)

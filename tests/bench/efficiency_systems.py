@@ -287,7 +287,7 @@ def open_lance(data: Data, folder: Path) -> Iterator[tuple[str, Search]]:
         for n in numbers:
             query = data.queries[n].astype(np.float16)
             nearest = {"column": "vectors", "q": query, "k": K, **options}
-            tables.append(dataset.to_table(columns=["row"], nearest=nearest))
+            tables.append(dataset.to_table(columns=["row", "_distance"], nearest=nearest))
         return [table["row"].to_numpy() for table in tables]
 
     for probes, refine in ((20, 1), (20, 10), (64, 40)):
@@ -463,7 +463,9 @@ def build_bm25s(data: Data, folder: Path) -> None:
     import bm25s
 
     index = bm25s.BM25()
-    index.index(bm25s.tokenize(data.texts, stopwords=None, show_progress=False), show_progress=False)
+    index.index(
+        bm25s.tokenize(data.texts, stopwords=None, show_progress=False), show_progress=False
+    )
     index.save(str(folder / "index"))
 
 
@@ -521,6 +523,7 @@ SYSTEMS: dict[str, System] = {
     "xtr-warp-rs": System("xtr-warp-rs", build_xtr_warp, open_xtr_warp),
     "PyLate, PLAID": pylate("PLAID"),
     "PyLate, Voyager": pylate("Voyager"),
+    "PyLate, TACHIOM": pylate("TachiomIndex"),
     "Lance, multi-vector": System("pylance", build_lance, open_lance),
     "MUVERA": System("numpy", build_muvera, open_muvera, is_rescored=True),
     "faiss, IVF of tokens": System("faiss-cpu", build_token_ivf, open_token_ivf, is_rescored=True),

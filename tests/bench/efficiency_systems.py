@@ -83,7 +83,7 @@ def maxray(
     *generators: str, compressor: Any = "none", codec: str = "int8", single: bool = False
 ) -> System:
     """Returns an index of one representation, and its candidate generators."""
-    name = "vectors"
+    name = "full"
     representation = {"id": name, "compressor": compressor, "codec": codec}
 
     def build(data: Data, folder: Path) -> None:

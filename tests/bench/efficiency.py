@@ -16,6 +16,7 @@ the same command with other systems or steps adds to them.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -23,6 +24,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     data = args.out / "data"
     if not (data / "judgments.json").exists():
-        prepare(args, data)
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawn) as pool:  # frees its memory
+            pool.submit(prepare, args, data).result()
     for step in STEPS:
         for _ in range(args.repeats if step == "time" else 1):
             for name in args.systems:

@@ -35,7 +35,7 @@ from tests.bench.efficiency_run import STEPS
 from tests.bench.efficiency_systems import SYSTEMS, Data, Exact, K
 from tests.bench.harness import Bench, Repeats, recall, table
 
-HEADER = ("system", "search", f"nDCG@{K}", f"recall@{K}", "p50 ms", "queries/s")
+HEADER = ("system", "search", f"nDCG@{K}", f"recall@{K}", "p50 ms", "CPU ms", "queries/s")
 HEADER = (*HEADER, "bytes/item", "build s (CPU)", "memory MB", "of the build")
 MAXRAY = "Maxray"
 
@@ -197,8 +197,9 @@ def measures(
                     "ok": True,
                     "ndcg": means(per_query(run, judgments["qrels"], [measure]))[measure],
                     "recall": recall(judgments["exact"], ranked, K),
-                    "p50": Repeats(tuple(ms for ms, _ in times)) if times else None,
-                    "rate": Repeats(tuple(rate for _, rate in times)) if times else None,
+                    "p50": Repeats(tuple(ms for ms, _, _ in times)) if times else None,
+                    "cpu_ms": Repeats(tuple(ms for _, _, ms in times)) if times else None,
+                    "rate": Repeats(tuple(rate for _, rate, _ in times)) if times else None,
                     "bytes": built["bytes"],
                     "seconds": built["seconds"],
                     "cpu": built["cpu_seconds"],
@@ -217,7 +218,7 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
         line = [row["system"] if is_first else "", row["search"]]
         if row["ok"]:
             line += [f"{row['ndcg']:.3f}", f"{row['recall']:.3f}"]
-            line += [str(row[name] or "") for name in ("p50", "rate")]
+            line += [str(row[name] or "") for name in ("p50", "cpu_ms", "rate")]
         if row["ok"] and is_first:
             line += [f"{row['bytes']:,.0f}", f"{row['seconds']:.0f} ({row['cpu']:.0f})"]
             line += [f"{row['memory']:,.0f}", f"{row['build_memory']:,.0f}"]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from tests.bench.efficiency_systems import SYSTEMS, Data, K, System, version
 from tests.bench.harness import cpu_seconds, peak_bytes, seconds_of
@@ -57,19 +56,26 @@ def search(system: System, data: Data, folder: Path) -> dict[str, Any]:
 
 
 def timing(system: System, data: Data, folder: Path) -> dict[str, Any]:
-    """Measures the median latency of single queries, and queries per second in batches."""
+    """Measures latency and CPU time of single queries (medians), and the rate in batches."""
     timed: dict[str, Any] = {}
     chosen = np.linspace(0, len(data.queries), min(TIMED, len(data.queries)), False, dtype=int)
     numbers = chosen.tolist()
     for label, find in system.open(data, folder):
         find(numbers[:1]), find(numbers[:BATCH])  # warm-up
-        single = [seconds_of(lambda n=n, find=find: find([n])) for n in numbers]
+        single = [costs(lambda n=n, find=find: find([n])) for n in numbers]
         start = time.perf_counter()
         for batch in batches(len(numbers)):
             find([numbers[i] for i in batch])
         rate = len(numbers) / (time.perf_counter() - start)
-        timed[label] = [1000 * float(np.median(single)), rate]
+        p50, cpu = (1000 * float(np.median(values)) for values in zip(*single, strict=True))
+        timed[label] = [p50, rate, cpu]
     return timed
+
+
+def costs(call: Callable[[], object]) -> tuple[float, float]:
+    """Returns the seconds of a call, and those of the CPU in all threads."""
+    cpu = time.process_time()
+    return seconds_of(call), time.process_time() - cpu
 
 
 def batches(num: int) -> list[Sequence[int]]:
@@ -89,7 +95,6 @@ STEPS: dict[str, Callable[[System, Data, Path], dict[str, Any]]] = {
 
 if __name__ == "__main__":
     step, name, *paths = sys.argv[1:]
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     data, folder = Data(Path(paths[0])), Path(paths[1])
     print(json.dumps(STEPS[step](SYSTEMS[name], data, folder)))
     sys.stdout.flush()

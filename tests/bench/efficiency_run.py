@@ -8,6 +8,7 @@ rows of the results (Q, K) of each setting, padded with -1.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -95,6 +96,7 @@ STEPS: dict[str, Callable[[System, Data, Path], dict[str, Any]]] = {
 
 if __name__ == "__main__":
     step, name, *paths = sys.argv[1:]
+    importlib.import_module("torch")  # is not counted as memory of a system
     data, folder = Data(Path(paths[0])), Path(paths[1])
     print(json.dumps(STEPS[step](SYSTEMS[name], data, folder)))
     sys.stdout.flush()

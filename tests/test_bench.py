@@ -7,12 +7,16 @@ import subprocess
 import sys
 
 import lance
+import numpy as np
 import pytest
 
 from pipeline import config
 from pipeline.index import job
 from pipeline.index.reader import ITEMS, part_uri
 from pipeline.index.spec import IndexResources, IndexSpec
+from tests.bench import efficiency
+from tests.bench.efficiency_run import STEPS
+from tests.bench.efficiency_systems import SYSTEMS, Data, Exact
 from tests.bench.index_run import bare_loop
 from tests.conftest import ROOT, start_job
 from tests.tiny import SLEEPING
@@ -288,3 +292,51 @@ def test_the_media_bench(cluster, tmp_path):
     assert recognition["pocketsphinx"]["words"] == 22
     assert 0.5 < recognition["rapidocr"]["accuracy"] <= 1
     assert "source stage, frames/s" in out and "word accuracy" in out
+
+
+def test_the_efficiency_bench(tmp_path, monkeypatch):
+    """Systems find their own items, and one that fails has a row with the reason."""
+    monkeypatch.setenv("MAXRAY_CACHE", str(tmp_path / "cache"))
+    rng, data = np.random.default_rng(0), tmp_path / "data"
+    lengths, asked = rng.integers(3, 9, 40), [3, 17, 38]
+    documents = [efficiency.unit(rng.normal(size=(length, 16))) for length in lengths]
+    singles = efficiency.unit(np.stack([document.mean(0) for document in documents]))
+    queries = [documents[row][:2] for row in asked]
+    data.mkdir()
+    for name, array in {
+        "vectors": np.concatenate(documents).astype(np.float16),
+        "lengths": lengths,
+        "singles": singles,
+        "query_vectors": np.concatenate(queries),
+        "query_lengths": np.array([2, 2, 2]),
+        "query_singles": singles[asked],
+    }.items():
+        np.save(data / f"{name}.npy", array)
+    texts = [f"word{row} and more" for row in range(40)]
+    (data / "texts.json").write_text(json.dumps([texts, [texts[row][:6] for row in asked]]))
+    exact = Exact(Data(data), "float16")
+    best = [exact.best(number).tolist() for number in range(3)]
+    assert [rows[0] for rows in best] == asked
+    judgments = {"qrels": {str(row): {str(row): 1} for row in asked}, "exact": best}
+    rows = {}
+    for name in ("Maxray, int8", "Maxray, single vector", "MUVERA", "bm25s", "Lance, full-text"):
+        folder, system = tmp_path / name, SYSTEMS[name]
+        (folder / "files").mkdir(parents=True)
+        given = system, Data(data), folder / "files"
+        results = {step: [run(*given)] for step, run in STEPS.items()}
+        rows[name] = efficiency.measures(folder, results, judgments)
+    rows["x"] = efficiency.measures(tmp_path / "x", {"error": "build: exceeds 5 s"}, judgments)
+    for name, (row, *_) in rows.items():
+        if name != "x":
+            assert row["ndcg"] == 1 and row["p50"].median > 0 and row["bytes"] > 16, name
+    assert rows["Maxray, int8"][0]["recall"] > 0.9
+    assert [row["recall"] for row in rows["MUVERA"]] == [rows["Maxray, int8"][0]["recall"]] * 3
+    lines = efficiency.cells([row for group in rows.values() for row in group])
+    names = [line[0].split(",")[0].split(" ")[0] for line in lines[:5]]
+    assert names == ["Maxray", "Maxray", "MUVERA", "", ""]
+    assert lines[-1] == ["x", "build: exceeds 5 s", *[""] * 9]
+    assert all(len(line) == len(efficiency.HEADER) for line in lines)
+    efficiency.write_figure(
+        tmp_path / "figure.png", [row for group in rows.values() for row in group]
+    )
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

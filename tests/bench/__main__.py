@@ -17,10 +17,10 @@ import jobs
 BENCHES = {
     "add": "vectors given in Python against writing them to Lance",
     "candidates": "candidate generators against exact search: build time, recall, latency",
-    "candidates_peers": "other systems for multi-vector search on the same vectors",
     "commits": "commits, lease renewals, opening and filters against the number of fragments",
     "compress": "time and memory of each compressor; their share of indexing",
     "driver": "empty units through the stream of the index job; scaling of sleeping actors",
+    "efficiency": "quality, time, bytes and memory of Maxray and other systems",
     "encode": "image and text encoders: attention statistics, throughput, number of actors",
     "first_hit": "Maxray and other tools from an empty environment to the first hit in 40 files",
     "fusion": "the fused score against MaxSim on judged collections",

@@ -26,7 +26,7 @@ thread. This module packs the queries and distributes the documents over threads
   one row per centroid, so that the maxima of an item are taken over whole rows without gathering.
   Its values are int16 with a scale per query token, which loses 2^-16 of the largest similarity.
   For 100,000 items of 32 codes and 16,384 centroids, int16 takes 2.5 ms on one core and float32
-  5.4 ms. Product codes index a table for each sub-vector, whose rows are added.
+  5.4 ms.
 """
 
 from __future__ import annotations
@@ -47,14 +47,11 @@ from torch.nn import functional
 from pipeline.compression.codecs import Codec
 from pipeline.compression.codecs.bits import Bits
 from pipeline.compression.codecs.centroid_codes import CentroidCodes
-from pipeline.compression.codecs.product_codes import MAX_CENTROIDS, ProductCodes, split
 from pipeline.search.native.documents import (
     BITS,
     CODES,
-    DENSE_KINDS,
     FLOAT_KINDS,
     INT8,
-    PRODUCT,
     Documents,
     kind_of,
 )
@@ -182,7 +179,7 @@ def score(
     """
     documents = Documents.select(packed, rows)
     query_of_M = torch.repeat_interleave(query_lengths)
-    for subset, form in _subsets(query_lengths, documents.kind):
+    for subset, form in _subsets(query_lengths, documents):
         is_all = len(subset) == len(query_lengths)
         part_qR = out_QR if is_all else torch.empty(len(subset), out_QR.shape[1])
         tokens_mD = query_MD if is_all else query_MD[torch.isin(query_of_M, subset)]
@@ -223,9 +220,9 @@ def select(
         documents = Documents.select(packed, part)
         if not len(documents):
             continue
-        for subset, form in _subsets(lengths[index], documents.kind):
+        for subset, form in _subsets(lengths[index], documents):
             members = index[subset]
-            is_single = documents.kind == INT8 and documents.longest <= 1 and level != LEVELS[0]
+            is_single = documents.has_panels and level != LEVELS[0]
             if form == ROWS and is_single and len(members) >= MIN_PANEL:
                 form = PANELS
             tokens_MD = torch.cat([queries[i] for i in members])
@@ -294,9 +291,11 @@ def best(
     return best_RM, index_RM
 
 
-def _subsets(query_lengths: torch.Tensor, kind: int) -> Iterator[tuple[torch.Tensor, int]]:
+def _subsets(
+    query_lengths: torch.Tensor, documents: Documents
+) -> Iterator[tuple[torch.Tensor, int]]:
     """Yields the indices of the queries of one token and those of the others, with their form."""
-    has_one_token = (query_lengths == 1) & (kind in DENSE_KINDS)
+    has_one_token = (query_lengths == 1) & documents.has_rows
     for form in (ROWS, TOKENS):
         subset = torch.nonzero(has_one_token == (form == ROWS)).flatten()
         if len(subset):
@@ -320,8 +319,7 @@ class _Queries:
 
     Attributes:
         packed: Panels of 32 tokens; the table of similarities (C, tokens with padding) int16 for
-            centroid codes, and (256 P, tokens with padding) for product codes; or rows (Q, D) for
-            queries of one token.
+            centroid codes; or rows (Q, D) for queries of one token.
         bounds: (Q + 1,) int64, first token of each query.
         form: `TOKENS`, or `ROWS` or `PANELS` of queries of one token.
         offsets: Projections of the tokens divided by their scales, for bits, else None.
@@ -347,25 +345,33 @@ class _Queries:
         )
 
     @classmethod
-    def rows(cls, query_QD: torch.Tensor, kind: int, form: int) -> _Queries:
+    def rows(cls, query_QD: torch.Tensor, codec: Codec, kind: int, form: int) -> _Queries:
         """Packs queries of one token as rows, or as panels.
 
         The scores of both forms are equal, because the products are exact.
         """
         num_queries, dim = query_QD.shape
         bounds = np.arange(num_queries + 1)
-        if kind != INT8:
+        offsets = torch.zeros(num_queries)
+        if isinstance(codec, Bits):
+            query = codec.split_queries(query_QD)
+            scales, offsets = query.scales_Q, query.projections_Q / query.scales_Q
+            values = functional.pad(query.values_QD, (0, -dim % 64)).to(torch.int8)
+            if form == PANELS:
+                values = _planes(query.values_QD, 1)
+        elif kind != INT8:
             return cls(query_QD.contiguous(), None, bounds, num_queries, form)
-        # The sum of the products with int8 values must not exceed 31 bits.
-        largest = min(MAX_INT16, torch.iinfo(torch.int32).max // (128 * dim))
-        scales = (query_QD.abs().amax(dim=1) / largest).clamp_min(TINY)
-        values = _round(query_QD / scales.unsqueeze(1)).to(torch.int16)
+        else:
+            # The sum of the products with int8 values must not exceed 31 bits.
+            largest = min(MAX_INT16, torch.iinfo(torch.int32).max // (128 * dim))
+            scales = (query_QD.abs().amax(dim=1) / largest).clamp_min(TINY)
+            values = _round(query_QD / scales.unsqueeze(1)).to(torch.int16)
         if form == ROWS:
-            return cls(values, scales, bounds, num_queries, ROWS)
+            return cls(values.contiguous(), scales, bounds, num_queries, ROWS, offsets)
         padding = -num_queries % 32
-        padded_QD = functional.pad(values, (0, -dim % 64, 0, padding))
-        scales = functional.pad(scales, (0, padding))
-        return cls(_interleave_pairs(padded_QD), scales, bounds, num_queries, PANELS)
+        padded_QD = functional.pad(values.short(), (0, -values.shape[1] % 64, 0, padding))
+        scales, offsets = (functional.pad(x, (0, padding)) for x in (scales, offsets))
+        return cls(_interleave_pairs(padded_QD), scales, bounds, num_queries, PANELS, offsets)
 
     @classmethod
     def pack(
@@ -374,8 +380,6 @@ class _Queries:
         """Packs tokens (M, D), padded with zeros."""
         if isinstance(codec, CentroidCodes):
             return cls.tabulate(codec.centroids(query_MD.device) @ query_MD.T, bounds)
-        if isinstance(codec, ProductCodes):
-            return cls.tabulate_parts(query_MD, codec, bounds)
         if isinstance(codec, Bits):
             return cls.pack_bits(query_MD, codec, level, bounds)
         num_tokens, dim = query_MD.shape
@@ -410,12 +414,9 @@ class _Queries:
         num_tokens, dim = query_MD.shape
         query = codec.split_queries(query_MD)
         num_padded, width = -(-num_tokens // 32) * 32, -(-dim // 64) * 64
-        per_byte = 8 // codec.spec.bits
-        num_bytes = -(-dim // per_byte)
-        values_MD = functional.pad(query.values_QD, (0, num_bytes * per_byte - dim))
-        planes_MD = values_MD.view(num_tokens, num_bytes, per_byte).transpose(1, 2).flatten(1)
+        planes_MD = _planes(query.values_QD, codec.spec.bits)
         values = torch.zeros(num_padded, width, dtype=torch.int8)
-        values[:num_tokens, : num_bytes * per_byte] = planes_MD
+        values[:num_tokens, : planes_MD.shape[1]] = planes_MD
         scales, offsets = torch.zeros(2, num_padded)
         scales[:num_tokens] = query.scales_Q
         offsets[:num_tokens] = query.projections_Q / query.scales_Q
@@ -426,36 +427,23 @@ class _Queries:
         return cls(panels, scales, bounds, num_tokens, offsets=offsets)
 
     @classmethod
-    def tabulate(
-        cls, sim_CM: torch.Tensor, bounds: np.ndarray, largest_M: torch.Tensor | None = None
-    ) -> _Queries:
-        """Quantises the similarities (C, M), which are overwritten, padded with zeros.
-
-        `largest_M` defaults to the largest similarity per token.
-        """
+    def tabulate(cls, sim_CM: torch.Tensor, bounds: np.ndarray) -> _Queries:
+        """Quantises the similarities (C, M), which are overwritten, padded with zeros."""
         num_tokens = sim_CM.shape[1]
         num_padded = -(-num_tokens // 32) * 32
-        largest_M = sim_CM.abs().amax(dim=0) if largest_M is None else largest_M
         scales = torch.zeros(num_padded)
-        scales[:num_tokens] = largest_M / MAX_INT16
+        scales[:num_tokens] = sim_CM.abs().amax(dim=0) / MAX_INT16
         table = torch.zeros(len(sim_CM), num_padded, dtype=torch.int16)
         table[:, :num_tokens] = _round(sim_CM.div_(scales[:num_tokens].clamp_min(TINY)))
         return cls(table, scales, bounds, num_tokens)
 
-    @classmethod
-    def tabulate_parts(
-        cls, query_MD: torch.Tensor, codec: ProductCodes, bounds: np.ndarray
-    ) -> _Queries:
-        """Quantises the similarities of sub-vector centroids. Sums of parts stay below 15 bits."""
-        centroids_PCS = codec.centroids(query_MD.device)
-        num_parts, num_centroids, _ = centroids_PCS.shape
-        sim_PCM = centroids_PCS @ split(query_MD, centroids_PCS).permute(1, 2, 0)
-        # Each term may be rounded up by half of the scale.
-        limit = MAX_INT16 - num_parts
-        largest_M = sim_PCM.abs().amax(dim=1).sum(dim=0) * (MAX_INT16 / limit)
-        rows_PCM = torch.zeros(num_parts, MAX_CENTROIDS, len(query_MD))
-        rows_PCM[:, :num_centroids] = sim_PCM
-        return cls.tabulate(rows_PCM.flatten(0, 1), bounds, largest_M)
+
+def _planes(values_MD: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns values in the order of `expand` in body.h, padded to whole bytes of codes."""
+    num_tokens, dim = values_MD.shape
+    per_byte = 8 // bits
+    padded_MD = functional.pad(values_MD, (0, -dim % per_byte))
+    return padded_MD.view(num_tokens, -1, per_byte).transpose(1, 2).flatten(1)
 
 
 def _integer_panels(values_MD: torch.Tensor, level: int, added: int) -> torch.Tensor:
@@ -487,7 +475,7 @@ def _round(values: torch.Tensor) -> torch.Tensor:
 
 def _max_tokens(kind: int, level: int, dim: int) -> int:
     """Returns the maximum number of query tokens per call, unless a single query has more."""
-    if kind in (CODES, PRODUCT):
+    if kind == CODES:
         return 1  # One query per call: the rows of its table are short and fit in the cache best.
     bytes_per_value = 4
     if kind in (INT8, BITS) and level >= LEVELS.index("avx2"):
@@ -525,7 +513,7 @@ class _Calls:
         for first, bounds in _groups(query_lengths, max_tokens):
             tokens_MD = query_MD[bounds[0] : bounds[-1]]
             if form != TOKENS:
-                queries = _Queries.rows(tokens_MD, documents.kind, form)
+                queries = _Queries.rows(tokens_MD, documents.codec, documents.kind, form)
             else:
                 queries = _Queries.pack(
                     tokens_MD, documents.codec, documents.kind, number, bounds - bounds[0]

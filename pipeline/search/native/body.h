@@ -767,61 +767,6 @@ static void score_codes(
     }
 }
 
-// -- product codes ---------------------------------------------------------------------------------
-
-// Adds the table rows that the codes of a vector select. `table` begins at a panel of 32 tokens.
-static inline void add_rows(const int16_t* table, const uint8_t* codes, int64_t num_parts,
-                            int64_t padded, shorts* sums) {
-    const shorts* first = (const shorts*)(table + codes[0] * padded);
-    for (int p = 0; p < SHORT_PARTS; ++p) sums[p] = first[p];
-    for (int64_t part = 1; part < num_parts; ++part) {
-        const shorts* row = (const shorts*)(table + (part * 256 + codes[part]) * padded);
-        for (int p = 0; p < SHORT_PARTS; ++p) sums[p] += row[p];
-    }
-}
-
-// Takes the maxima of the sums over the vectors of each document. Sums do not overflow, see
-// `_Queries.tabulate_parts`.
-template <bool ARGMAX>
-static void score_products(
-    const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
-    const int64_t padded = queries.padded, num_parts = docs.row_bytes, ahead = 4;
-    for (int64_t document = 0; document < docs.count; ++document) {
-        // The codes of selected documents are not contiguous.
-        if (document + ahead < docs.count) {
-            const int64_t later = document + ahead, size = docs.lengths[later] * num_parts;
-            const char* from = (const char*)docs.values + docs.starts[later] * num_parts;
-            for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(from + at);
-        }
-        const int64_t num_rows = docs.lengths[document];
-        if (num_rows == 0) {
-            write_empty(queries, output, document);
-            continue;
-        }
-        const uint8_t* codes = (const uint8_t*)docs.values + docs.starts[document] * num_parts;
-        for (int64_t token = 0; token < padded; token += 32) {
-            const int16_t* table = (const int16_t*)queries.packed + token;
-            shorts maxima[SHORT_PARTS], sums[SHORT_PARTS];
-            add_rows(table, codes, num_parts, padded, maxima);
-            for (int64_t r = 1; r < num_rows; ++r) {
-                add_rows(table, codes + r * num_parts, num_parts, padded, sums);
-                for (int p = 0; p < SHORT_PARTS; ++p) maxima[p] = larger(sums[p], maxima[p]);
-            }
-            int16_t values[32], row[32];
-            memcpy(values, maxima, sizeof(values));
-            for (int i = 0; i < 32; ++i) s.best[token + i] = values[i];
-            if (!ARGMAX) continue;
-            for (int64_t r = num_rows; r-- > 0;) {  // from the last to the first of equal rows
-                add_rows(table, codes + r * num_parts, num_parts, padded, sums);
-                memcpy(row, sums, sizeof(row));
-                for (int i = 0; i < 32; ++i)
-                    if (row[i] == values[i]) s.index[token + i] = int32_t(r);
-            }
-        }
-        write(queries, output, document, s.best, s.index);
-    }
-}
-
 // -- queries of one token --------------------------------------------------------------------------
 
 // Not inlined, because the compiler would unroll it and spill the registers of the loops around it.
@@ -884,6 +829,19 @@ static inline float dot(const Row* row, const float* query, int dim) {
     return sum;
 }
 
+// Prefetches the first row of a later document of a selection, whose documents are not contiguous.
+static inline void prefetch_row(const Documents& docs, int64_t document) {
+    constexpr int64_t AHEAD = 16;
+    if (document + AHEAD >= docs.count ||
+        docs.starts[document + 1] == docs.starts[document] + docs.lengths[document])
+        return;
+    const int64_t row = docs.starts[document + AHEAD];
+    const char* from = (const char*)docs.values + row * docs.row_bytes;
+    for (int64_t at = 0; at < docs.row_bytes; at += 64) __builtin_prefetch(from + at);
+    __builtin_prefetch(docs.kind == BITS ? (const void*)(docs.half_scales + row)
+                                         : (const void*)(docs.scales + row));
+}
+
 // Writes the scores of documents `from` to `to`. `scales` are those of the rows, or null.
 template <class Row, class Query>
 static void score_one_query(const Documents& docs, const float* scales, int64_t from, int64_t to,
@@ -894,6 +852,7 @@ static void score_one_query(const Documents& docs, const float* scales, int64_t 
     for (int64_t document = from; document < to; ++document) {
         const int64_t first = starts[document], last = first + lengths[document];
         float best = LOWEST;
+        if (scales) prefetch_row(docs, document);
         for (int64_t row = first; row < last; ++row) {
             const float x = dot(values + row * dim, query, dim);
             best = std::max(best, scales ? x * scales[row] : x);
@@ -903,16 +862,98 @@ static void score_one_query(const Documents& docs, const float* scales, int64_t 
 }
 
 // Panels would multiply 32 tokens. A block of documents stays in the cache for all queries.
+constexpr int64_t DOCUMENTS_PER_BLOCK = 128;
+
 template <class Row, class Query>
 static void score_one_token(const Documents& docs, const Queries& queries, const Output& output) {
-    constexpr int64_t BLOCK = 128;
     const float* scales = docs.kind == INT8 ? docs.scales : nullptr;
-    for (int64_t from = 0; from < docs.count; from += BLOCK)
+    for (int64_t from = 0; from < docs.count; from += DOCUMENTS_PER_BLOCK)
         for (int64_t q = 0; q < queries.count; ++q)
             score_one_query<Row, Query>(
-                docs, scales, from, std::min(from + BLOCK, docs.count),
+                docs, scales, from, std::min(from + DOCUMENTS_PER_BLOCK, docs.count),
                 (const Query*)queries.packed + q * docs.dim, queries.scales ? queries.scales[q] : 1,
                 output.scores + q * output.stride);
+}
+
+// Adds the values of a query whose bits are set. The query is padded to a multiple of 64 values.
+static inline int add_selected(const uint8_t* bits, int64_t size, const int8_t* query) {
+#if LEVEL >= AVX512
+    const __m512i ones = _mm512_set1_epi8(1);
+    __m512i sums = _mm512_setzero_si512();
+    for (int64_t at = 0; at < size; at += 8) {
+        uint64_t mask = 0;
+        if (size - at >= 8)
+            memcpy(&mask, bits + at, 8);
+        else
+            memcpy(&mask, bits + at, size - at);
+        const __m512i selected = _mm512_maskz_loadu_epi8(mask, query + 8 * at);
+        sums = _mm512_dpbusd_epi32(sums, ones, selected);
+    }
+    return _mm512_reduce_add_epi32(sums);
+#elif LEVEL >= AVX2
+    const __m256i ones = _mm256_set1_epi8(1), pairs = _mm256_set1_epi16(1);
+    const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+    const __m256i byte = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,
+                                          2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    __m256i sums = _mm256_setzero_si256();
+    for (int64_t at = 0; at < size; at += 4) {
+        int32_t four = 0;
+        if (size - at >= 4)
+            memcpy(&four, bits + at, 4);
+        else
+            memcpy(&four, bits + at, size - at);
+        const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(four), byte);
+        const __m256i mask = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
+        const __m256i values = _mm256_loadu_si256((const __m256i*)(query + 8 * at));
+        const __m256i two = _mm256_maddubs_epi16(ones, _mm256_and_si256(mask, values));
+        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(two, pairs));
+    }
+    integers all;
+    memcpy(&all, &sums, sizeof(all));
+    int sum = 0;
+    for (int lane = 0; lane < LANES; ++lane) sum += all[lane];
+    return sum;
+#else
+    int sum = 0;
+    for (int64_t at = 0; at < size; ++at)
+        for (int i = 0; i < 8; ++i) sum += query[8 * at + i] & -(bits[at] >> i & 1);
+    return sum;
+#endif
+}
+
+// Converts a float16 number.
+static inline float widen_half(uint16_t bits) {
+#if LEVEL >= AVX2
+    return _cvtsh_ss(bits);
+#else
+    return half_bits(bits);
+#endif
+}
+
+// Scores rows of one bit per dimension, whose integers are 2 bit - 1.
+static void score_one_token_bits(const Documents& docs, const Queries& queries,
+                                 const Output& output) {
+    const int64_t size = docs.row_bytes;
+    for (int64_t from = 0; from < docs.count; from += DOCUMENTS_PER_BLOCK)
+        for (int64_t q = 0; q < queries.count; ++q) {
+            const int64_t to = std::min(from + DOCUMENTS_PER_BLOCK, docs.count);
+            const int8_t* query = (const int8_t*)queries.packed + q * up(docs.dim, 64);
+            int total = 0;
+            for (int d = 0; d < docs.dim; ++d) total += query[d];
+            for (int64_t document = from; document < to; ++document) {
+                const int64_t first = docs.starts[document];
+                float best = LOWEST;
+                prefetch_row(docs, document);
+                for (int64_t row = first; row < first + docs.lengths[document]; ++row) {
+                    const uint8_t* bits = (const uint8_t*)docs.values + row * size;
+                    const float product = float(2 * add_selected(bits, size, query) - total);
+                    const float x = std::fma(product, widen_half(docs.half_scales[row]),
+                                             widen_half(docs.projections[row]) * queries.offsets[q]);
+                    best = std::max(best, x);
+                }
+                output.scores[q * output.stride + document] = best * queries.scales[q];
+            }
+        }
 }
 
 static void score_one_token(const Documents& docs, const Queries& queries, const Output& output) {
@@ -920,33 +961,47 @@ static void score_one_token(const Documents& docs, const Queries& queries, const
         case FLOAT32: return score_one_token<float, float>(docs, queries, output);
         case FLOAT16: return score_one_token<Half, float>(docs, queries, output);
         case BFLOAT16: return score_one_token<Bfloat, float>(docs, queries, output);
+        case BITS: return score_one_token_bits(docs, queries, output);
         default: return score_one_token<int8_t, int16_t>(docs, queries, output);
     }
 }
 
 #if LEVEL >= AVX2
-// Selects int8 documents of at most one vector for queries of one token. 32 documents are multiplied
-// by panels of 32 queries. `first` is the number of the first document.
+// Selects documents of at most one vector, of int8 or of one bit per dimension, for queries of one
+// token. 32 documents are multiplied by panels of 32 queries. `first` is the number of the first document.
 static void select_one_vector(const Documents& docs, const Queries& queries,
                               const Selection& selection, int64_t first, Scratch& s) {
     for (int64_t from = 0; from < docs.count; from += 32) {
         const int count = int(std::min<int64_t>(32, docs.count - from));
         for (int r = 0; r < count; ++r) {
             const int64_t document = from + r, start = docs.starts[document];
-            if (docs.lengths[document] > 0)
-                widen_int8((const int8_t*)docs.values + start * docs.row_bytes, docs.dim,
-                           (int16_t*)s.floats + r * s.width);
+            if (docs.lengths[document] == 0) continue;
+            int16_t* out = (int16_t*)s.floats + r * s.width;
+            if (docs.kind == BITS)
+                expand(docs, start, out);
+            else
+                widen_int8((const int8_t*)docs.values + start * docs.row_bytes, docs.dim, out);
         }
         for (int64_t panel = 0; panel < queries.padded; panel += 32) {
             multiply_int16(s, count, (const int16_t*)queries.packed + panel * s.width, s.products);
             for (int r = 0; r < count; ++r) {
                 if (docs.lengths[from + r] == 0) continue;
-                const floats scale = splat(docs.scales[docs.starts[from + r]]);
+                const int64_t row = docs.starts[from + r];
+                const bool has_bits = docs.kind == BITS;
+                const floats scale =
+                    splat(has_bits ? widen_half(docs.half_scales[row]) : docs.scales[row]);
+                const float projection = has_bits ? widen_half(docs.projections[row]) : 0;
                 for (int p = 0; p < PARTS; ++p) {
                     const int64_t query = panel + p * LANES;
                     const integers products = *(const integers*)(s.products + r * 32 + p * LANES);
-                    const floats x = __builtin_convertvector(products, floats) * scale *
-                                     load(queries.scales + query);
+                    const floats offset = projection * load(queries.offsets + query);
+                    floats x = __builtin_convertvector(products, floats);
+#if LEVEL >= AVX512
+                    x = (floats)_mm512_fmadd_ps((__m512)x, (__m512)scale, (__m512)offset);
+#else
+                    x = (floats)_mm256_fmadd_ps((__m256)x, (__m256)scale, (__m256)offset);
+#endif
+                    x *= load(queries.scales + query);
 #if LEVEL >= AVX512
                     uint32_t mask = _mm512_cmp_ps_mask(
                         (__m512)x, (__m512)load(selection.limits + query), _CMP_GE_OQ);
@@ -970,7 +1025,6 @@ static void select_one_vector(const Documents& docs, const Queries& queries,
 template <bool ARGMAX>
 static void score(const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
     if (docs.kind == CODES) return score_codes<ARGMAX>(docs, queries, output, s);
-    if (docs.kind == PRODUCT) return score_products<ARGMAX>(docs, queries, output, s);
     if (queries.one_token) return score_one_token(docs, queries, output);
 #if LEVEL >= AMX
     start_tiles();

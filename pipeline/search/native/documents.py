@@ -21,8 +21,8 @@ from pipeline.search.packed import PackedVectors, Segment
 
 #: Numbers of the kinds of vectors in the library.
 FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-INT8, BITS, RESIDUAL, CODES, PRODUCT = 3, 4, 5, 6, 7
-#: Kinds for which the library has a function for queries of one token.
+INT8, BITS, RESIDUAL, CODES = 3, 4, 5, 6
+#: Kinds for which the library has a function for queries of one token, besides bits of one bit.
 DENSE_KINDS = frozenset([*FLOAT_KINDS.values(), INT8])
 
 _CODEC_KINDS = {
@@ -30,10 +30,9 @@ _CODEC_KINDS = {
     "bits": BITS,
     "residual": RESIDUAL,
     "centroid_codes": CODES,
-    "product_codes": PRODUCT,
 }
 #: Part that contains the values of a vector, for kinds with another part than `values`.
-_VALUES = {BITS: "bits", RESIDUAL: "residuals", CODES: "codes", PRODUCT: "codes"}
+_VALUES = {BITS: "bits", RESIDUAL: "residuals", CODES: "codes"}
 
 #: Structure `Documents` of the library.
 _GROUP = np.dtype(
@@ -172,6 +171,20 @@ class Documents:
     def codec(self) -> Codec:
         """Codec of the vectors."""
         return self.segments[0].codec
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the library has a function for queries of one token."""
+        return len(self) > 0 and (self.kind in DENSE_KINDS or self._has_one_bit)
+
+    @property
+    def has_panels(self) -> bool:
+        """Whether the library selects these documents for many queries of one token at once."""
+        return self.longest <= 1 and (self.kind == INT8 or self._has_one_bit)
+
+    @property
+    def _has_one_bit(self) -> bool:
+        return isinstance(self.codec, Bits) and self.codec.spec.bits == 1
 
     def runs(self, max_runs: int, min_tokens: int) -> Iterator[tuple[int, int]]:
         """Yields runs (first, last + 1) of documents with similar numbers of tokens."""

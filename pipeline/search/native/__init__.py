@@ -442,8 +442,9 @@ def _planes(values_MD: torch.Tensor, bits: int) -> torch.Tensor:
     """Returns values in the order of `expand` in body.h, padded to whole bytes of codes."""
     num_tokens, dim = values_MD.shape
     per_byte = 8 // bits
-    padded_MD = functional.pad(values_MD, (0, -dim % per_byte))
-    return padded_MD.view(num_tokens, -1, per_byte).transpose(1, 2).flatten(1)
+    num_bytes = -(-dim // per_byte)
+    padded_MD = functional.pad(values_MD, (0, num_bytes * per_byte - dim))
+    return padded_MD.view(num_tokens, num_bytes, per_byte).transpose(1, 2).flatten(1)
 
 
 def _integer_panels(values_MD: torch.Tensor, level: int, added: int) -> torch.Tensor:

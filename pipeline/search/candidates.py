@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.config import SpecError
 
@@ -21,20 +21,75 @@ LEMUR = "lemur"
 EXACT_VECTORS = 2_000_000
 #: Vectors of an item whose number is not fixed, as an estimate: the tokens of a passage of text.
 VECTORS_PER_ITEM = 200
+#: Generator that scores vectors of few bits, as a step after `LEMUR`.
+BITS = "bits"
 #: Generator that scores the single vectors of the items. It needs no column of codes.
 SINGLE = "single"
 #: Generator of the BM25 scores of fused search.
 BM25 = "bm25"
 #: Separators of the generators of a union, and of the steps of one of its members.
 UNION, STEP = "+", ":"
-#: Number of items that a step finds per candidate, if another step follows.
-ITEMS_PER_CANDIDATE = 32
+#: Number of items that a step finds per candidate, if another step follows, and number of sketches
+#: per item, unless they were measured.
+ITEMS_PER_CANDIDATE, SKETCHES = 32, 4
+#: Numbers of hits for which numbers of items are measured.
+DEPTHS = (10, 100)
+#: Time to score a selected vector of one bit per dimension and of int8 for 32 query tokens, on two
+#: cores with AVX-512.
+BITS_MICROSECONDS, VECTOR_MICROSECONDS = 0.006, 0.015
 #: Default minimum number of candidates, and their number per hit. On 117,659 definitions, `lemur`
 #: then finds 97 % of the 100 best items.
 MIN_CANDIDATES, CANDIDATES_PER_HIT = 1000, 16
 #: One of this many items is a candidate by default if that is more. A million derived items need
 #: 25,600 candidates of `lemur` for a recall of the 10 best items of 0.95; 1,600 find 0.68.
 ITEMS_PER_DEFAULT_CANDIDATE = 40
+
+
+class Numbers(NamedTuple):
+    """Numbers of items that the tiers of a generator keep, see `pipeline.search.tiers`.
+
+    Attributes:
+        recall: Wanted share of the exact results.
+        items: Number of items of the index when they were measured.
+        tiers: Numbers of each tier, the first one first, for each of `DEPTHS`.
+    """
+
+    recall: float
+    items: int
+    tiers: list[list[int]]
+
+    def for_hits(self, k: int, num_items: int) -> list[int]:
+        """Returns the numbers for k hits in an index that may have grown since.
+
+        >>> Numbers(0.98, 1000, [[200, 50], [400, 150]]).for_hits(200, 2000)
+        [1600, 600]
+        """
+        depth = next((i for i, depth in enumerate(DEPTHS) if k <= depth), len(DEPTHS) - 1)
+        factor = max(1, num_items / max(self.items, 1)) * max(1, k / DEPTHS[depth])
+        return [max(k, round(factor * number)) for number in self.tiers[depth]]
+
+
+def default_number(k: int, num_items: int, *, has_steps: bool) -> int:
+    """Returns the default number of candidates for k hits if it was not measured."""
+    share = 0 if has_steps else num_items // ITEMS_PER_DEFAULT_CANDIDATE
+    return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * k, share)
+
+
+def tier_numbers(
+    index: IndexReader, columns: dict[str, str], steps: list[str], k: int, num: int | None
+) -> list[list[int]]:
+    """Returns the numbers of items that the tiers of each step keep.
+
+    They are the measured ones, unless `num`, that of the last step, is given or they are unknown.
+    """
+    stored = [index.candidates_columns.get(columns[step]) for step in steps]
+    measured = [info.numbers for info in stored if info is not None and info.numbers]
+    if num is None and len(measured) == len(steps):
+        return [Numbers(**numbers).for_hits(k, len(index)) for numbers in measured]
+    if num is None:
+        num = default_number(k, len(index), has_steps=len(steps) > 1)
+    nums = [num * ITEMS_PER_CANDIDATE] * (len(steps) - 1) + [num]
+    return [[number * SKETCHES, number] for number in nums]
 
 
 def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:
@@ -54,11 +109,25 @@ def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:
 def default_candidates(index: IndexReader, info: RepresentationInfo, device: str = "cpu") -> str:
     """Returns the default of the option `candidates` for the score `maxsim`.
 
-    It is `lemur` if that was built and an exact search is slow: on a CPU, above `EXACT_VECTORS`
-    vectors. A GPU scores 16 million vectors in 15 ms.
+    It is `lemur` or `lemur:bits`, whichever is faster of those that were built, if an exact search
+    is slow: on a CPU, above `EXACT_VECTORS` vectors. A GPU scores 16 million vectors in 15 ms.
     """
-    is_slow = _is_slow(index, info, device)
-    return LEMUR if is_slow and LEMUR in generators(index, info) else EXACT
+    if not _is_slow(index, info, device):
+        return EXACT
+    columns = generators(index, info)
+    built = [steps for steps in ([LEMUR], [LEMUR, BITS]) if columns.keys() >= {*steps}]
+    costs = {STEP.join(steps): _cost(index, info, columns, steps) for steps in built}
+    return min(costs, key=costs.__getitem__, default=EXACT)
+
+
+def _cost(
+    index: IndexReader, info: RepresentationInfo, columns: dict[str, str], steps: list[str]
+) -> float:
+    """Estimates the time of a search of 10 hits after the scan of all codes, in microseconds."""
+    numbers = [tier[-1] for tier in tier_numbers(index, columns, steps, DEPTHS[0], None)]
+    per_item = info.num_vectors or VECTORS_PER_ITEM
+    *before, last = numbers
+    return per_item * (BITS_MICROSECONDS * sum(before) + VECTOR_MICROSECONDS * last)
 
 
 def slow_search_hint(

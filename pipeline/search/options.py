@@ -10,13 +10,11 @@ from pipeline.config import Spec, SpecError
 from pipeline.search.candidates import (
     AUTO,
     BM25,
-    CANDIDATES_PER_HIT,
     EXACT,
-    ITEMS_PER_DEFAULT_CANDIDATE,
-    MIN_CANDIDATES,
     SINGLE,
     STEP,
     default_candidates,
+    default_number,
     generator_columns,
     generator_steps,
     generators,
@@ -195,8 +193,7 @@ class SearchOptions(Spec):
         """Returns the number of candidates per query in an index with this number of items."""
         if self.num_candidates is not None:
             return self.num_candidates
-        share = 0 if STEP in self.candidates else num_items // ITEMS_PER_DEFAULT_CANDIDATE
-        return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * self.k, share)
+        return default_number(self.k, num_items, has_steps=STEP in self.candidates)
 
     def first_stage(self, rerank_depth: int = 0) -> SearchOptions:
         """Returns the options of the first stage, which finds the items to rerank.

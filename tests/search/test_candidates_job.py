@@ -24,7 +24,7 @@ from pipeline.index.add import Progress
 from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.search import candidates_job, score
+from pipeline.search import candidates, candidates_job, score
 from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResources
 from pipeline.search.maxsim import maxsim
 from pipeline.search.options import SearchOptions
@@ -38,8 +38,8 @@ pytestmark = pytest.mark.usefixtures("cluster")
 DIM, NUM_ITEMS = 16, 240
 LEMUR = {"name": "lemur", "num_features": 64}
 CENTROIDS = {"name": "centroids", "num_centroids": 32}
-PQ = {"name": "pq", "num_parts": 8}
-GENERATORS = pytest.mark.parametrize("generator", [LEMUR, CENTROIDS, PQ], ids=lambda g: g["name"])
+BITS = {"name": "bits"}
+GENERATORS = pytest.mark.parametrize("generator", [LEMUR, CENTROIDS, BITS], ids=lambda g: g["name"])
 
 
 def clustered(num: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +123,7 @@ def built(original, tmp_path_factory) -> Path:
     """Copy of the index with all generators, which tests do not change."""
     uri = tmp_path_factory.mktemp("built") / "index"
     shutil.copytree(original, uri)
-    for generator in (LEMUR, CENTROIDS, PQ):
+    for generator in (LEMUR, CENTROIDS, BITS):
         build(uri, generator)
     return uri
 
@@ -148,15 +148,16 @@ def test_scores_are_exact_and_recall_is_high(built, generator):
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_steps_select_among_the_items_of_the_step_before(built, step, monkeypatch):
-    monkeypatch.setattr(score, "ITEMS_PER_CANDIDATE", 3)
+    monkeypatch.setattr(candidates, "ITEMS_PER_CANDIDATE", 3)
     monkeypatch.setattr(score, "EXACT_ITEMS", 0)
     searcher = open_index(str(built))
-    order = [generator["name"] for generator in (LEMUR, PQ)]
+    order = [generator["name"] for generator in (LEMUR, BITS)]
 
     def approximate(name: str, query: np.ndarray) -> np.ndarray:
         column = f"full_{name}_1_candidates"
         (tokens,) = searcher.index.generator(column).queries(searcher.queries([query]).tokens)
-        return maxsim([tokens], searcher.scorer.packed(column))[0].numpy()
+        packed = searcher.scorer._tiers(searcher.scorer.packed(column))[-1]
+        return maxsim([packed.codec.transform_queries(tokens)], packed)[0].numpy()
 
     rows = np.arange(0, NUM_ITEMS, step)
     ids = [f"i{row:03}" for row in rows]
@@ -171,12 +172,15 @@ def test_steps_select_among_the_items_of_the_step_before(built, step, monkeypatc
 
 
 def test_invalid_steps(uri):
-    build(uri, PQ)
+    build(uri, BITS)
     searcher = open_index(str(uri))
     for candidates, message in (
-        ("pq:pq", "different generators, got 'pq:pq', which repeats a generator"),
-        ("pq:lemur", r"joined by \+ or :, got 'pq:lemur', which contains 'lemur', which was not"),
-        ("pq:", "joined by"),
+        ("bits:bits", "different generators, got 'bits:bits', which repeats a generator"),
+        (
+            "bits:lemur",
+            r"joined by \+ or :, got 'bits:lemur', which contains 'lemur', which was not",
+        ),
+        ("bits:", "joined by"),
     ):
         with pytest.raises(SpecError, match=message):
             searcher.rank(queries(1), candidates=candidates)

@@ -1,0 +1,91 @@
+"""Numbers of items that candidate generators keep, by their recall of exact results on an index.
+
+A generator has one tier, or two if its codes have sketches, see `pipeline.compression.codecs`. The
+number of a tier is the smallest such that the items with the best scores contain a wanted share of
+the exact best items of a sample of queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.index.isotropy import sample_vectors
+from pipeline.index.reader import IndexReader
+from pipeline.search.candidates import BITS, DEPTHS, EXACT, Numbers
+from pipeline.search.query import AnyQuery
+from pipeline.search.searcher import Searcher
+
+#: Maximum number of queries. Given ones are left out of the sample for the fit if there are enough.
+NUM_QUERIES, MIN_GIVEN = 64, 256
+#: Number of queries that are scored together, which bounds the size of the score matrix.
+BATCH = 4
+#: Share of the lost results that the codes of a first step lose. Sketches and the codes of a second
+#: step, which are closer to the exact scores, lose as much as the rest.
+FIRST_LOSS, OTHER_LOSS = 0.6, 0.2
+#: Maximum number of items that are searched: one shard of a larger index.
+MAX_ITEMS = 4_000_000
+#: Number of vectors of a query that consists of vectors of items, and the norm of their noise.
+QUERY_VECTORS, NOISE = 16, 1.0
+
+
+def split_queries(queries: Sequence[AnyQuery]) -> tuple[Sequence[AnyQuery], Sequence[AnyQuery]]:
+    """Divides past queries into those to which a generator is fitted, and those to measure with."""
+    if len(queries) < MIN_GIVEN:
+        return queries, queries[:NUM_QUERIES]
+    return queries[NUM_QUERIES:], queries[:NUM_QUERIES]
+
+
+def measure(
+    index: IndexReader,
+    representation: str,
+    column: str,
+    queries: Sequence[AnyQuery],
+    *,
+    recall: float,
+) -> Numbers:
+    """Measures the numbers of the generator of a column with given queries.
+
+    Without any, they are vectors of items with noise.
+    """
+    is_later_step = index.candidates_columns[column].generator_name == BITS
+    shards = max(1, -(-len(index) // MAX_ITEMS))
+    searcher = Searcher(index, shard=(0, shards))
+    encoded = searcher.queries(list(queries) or item_queries(index, representation), representation)
+    best = searcher.rank(encoded, representation, k=max(DEPTHS), candidates=EXACT)
+    ranks: list[list[np.ndarray]] = []  # of each query and tier
+    for first in range(0, len(encoded), BATCH):
+        batch = encoded.part(first, first + BATCH)
+        rows = [ranking.rows for ranking in best[first : first + BATCH]]
+        ranks += searcher.scorer.ranks(batch, column, rows)
+    tiers = []
+    for depth in DEPTHS:
+        by_tier = [np.concatenate([r[:depth] for r in tier]) for tier in zip(*ranks, strict=True)]
+        losses = [OTHER_LOSS] * (len(by_tier) - 1) + [OTHER_LOSS if is_later_step else FIRST_LOSS]
+        pairs = zip(by_tier, losses, strict=True)
+        tiers.append([shards * _number(r, (1 - recall) * loss) for r, loss in pairs])
+    return Numbers(recall, len(index), tiers)
+
+
+def _number(ranks: np.ndarray, loss: float) -> int:
+    """Returns the smallest number of best items that contain all but a share of some items.
+
+    >>> _number(np.array([5, 1, 2, 90, 3]), 0.2)
+    5
+    """
+    kept = int(np.ceil((1 - loss) * len(ranks) - 1e-9))
+    return int(np.sort(ranks)[kept - 1]) if kept else 1
+
+
+def item_queries(index: IndexReader, representation: str, seed: int = 0) -> list[AnyQuery]:
+    """Returns queries that consist of vectors of items with noise."""
+    vectors_TD, lengths_B = sample_vectors(index, representation, NUM_QUERIES)
+    rng = np.random.default_rng(seed)
+    queries: list[AnyQuery] = []
+    for vectors_ND in np.split(vectors_TD, np.cumsum(lengths_B)[:-1]):
+        chosen_MD = vectors_ND[rng.permutation(len(vectors_ND))[:QUERY_VECTORS]]
+        noise_MD = rng.standard_normal(chosen_MD.shape) / np.sqrt(chosen_MD.shape[1])
+        if len(chosen_MD):
+            queries.append((chosen_MD + NOISE * noise_MD).astype(np.float32))
+    return queries

@@ -399,7 +399,8 @@ class Scorer:
     ) -> list[np.ndarray]:
         """Finds the items whose codes match each query best, and those without a code.
 
-        `nums` are the numbers of items that the tiers find. `rows` can be a list with the items of each query, which another generator found.
+        `nums` are the numbers of items that the tiers find. `rows` can be a list with the items of
+        each query, which another generator found.
         """
         uncoded, unscored = self._uncoded(column, options)
         coded = rows

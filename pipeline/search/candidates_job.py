@@ -28,7 +28,7 @@ from pipeline.index.session import Session
 from pipeline.index.stage import Profile, Resources
 from pipeline.registry import CANDIDATES, GeneratorSpec, short_name
 from pipeline.schema import with_metadata
-from pipeline.search.candidates import BM25, DEPTHS
+from pipeline.search.candidates import BM25, DEPTHS, Numbers
 from pipeline.search.candidates_sample import draw_sample
 from pipeline.search.isotropy import generator_remark
 from pipeline.search.options import representation_info
@@ -206,14 +206,11 @@ class Candidates(AddedColumns):
     ) -> None:
         """Measures and stores the numbers of items that searches keep."""
         start = time.perf_counter()
+        queries = list(split_queries(self.queries)[1])
         with session.monitor.phase(f"measure {info.generator_name}"):
-            numbers = measure(
-                index,
-                info.representation,
-                self.column,
-                split_queries(self.queries)[1],
-                recall=self.spec.recall,
-            )
+            numbers = session.run(self.resources.fit, _measure, self.spec, info.name, queries)
+        if numbers is None:
+            return
         info = replace(info, numbers=numbers._asdict())
         session.writer.set_metadata(
             with_metadata(index.schema.field(info.name), info.to_metadata())
@@ -316,6 +313,10 @@ def _fit(
     kind: Any = CANDIDATES.load(spec.generator.name)
     with within("generator"):
         return kind.fit(spec.generator, sample)
+
+
+def _measure(spec: CandidatesJobSpec, column: str, queries: list[AnyQuery]) -> Numbers | None:
+    return measure(IndexReader(spec.index), column, queries, recall=spec.recall)
 
 
 def _fit_texts(spec: CandidatesJobSpec, column: str, queries: object) -> dict[str, np.ndarray]:

@@ -21,8 +21,8 @@ from pipeline.search.searcher import Searcher
 NUM_QUERIES, MIN_GIVEN = 64, 256
 #: Number of queries that are scored together, which bounds the size of the score matrix.
 BATCH = 4
-#: Share of the lost results that the codes of a first step lose. Sketches and the codes of a second
-#: step, which are closer to the exact scores, lose as much as the rest.
+#: Share of the lost results that the codes of the first step of `lemur:bits` may lose. Its sketches
+#: and the codes of the second step, which need fewer items, may each lose half of the rest.
 FIRST_LOSS, OTHER_LOSS = 0.6, 0.2
 #: Maximum number of items that are searched: one shard of a larger index.
 MAX_ITEMS = 4_000_000
@@ -39,20 +39,23 @@ def split_queries(queries: Sequence[AnyQuery]) -> tuple[Sequence[AnyQuery], Sequ
 
 def measure(
     index: IndexReader,
-    representation: str,
     column: str,
     queries: Sequence[AnyQuery],
     *,
     recall: float,
-) -> Numbers:
+) -> Numbers | None:
     """Measures the numbers of the generator of a column with given queries.
 
-    Without any, they are vectors of items with noise.
+    Without any, they are vectors of items with noise. Returns None if no item has any.
     """
-    is_later_step = index.candidates_columns[column].generator_name == BITS
+    info = index.candidates_columns[column]
+    representation = info.representation
+    queries = queries or item_queries(index, representation)
+    if not queries:
+        return None
     shards = max(1, -(-len(index) // MAX_ITEMS))
     searcher = Searcher(index, shard=(0, shards))
-    encoded = searcher.queries(list(queries) or item_queries(index, representation), representation)
+    encoded = searcher.queries(list(queries), representation)
     best = searcher.rank(encoded, representation, k=max(DEPTHS), candidates=EXACT)
     ranks: list[list[np.ndarray]] = []  # of each query and tier
     for first in range(0, len(encoded), BATCH):
@@ -62,7 +65,8 @@ def measure(
     tiers = []
     for depth in DEPTHS:
         by_tier = [np.concatenate([r[:depth] for r in tier]) for tier in zip(*ranks, strict=True)]
-        losses = [OTHER_LOSS] * (len(by_tier) - 1) + [OTHER_LOSS if is_later_step else FIRST_LOSS]
+        last = OTHER_LOSS if info.generator_name == BITS else FIRST_LOSS
+        losses = [OTHER_LOSS] * (len(by_tier) - 1) + [last]
         pairs = zip(by_tier, losses, strict=True)
         tiers.append([shards * _number(r, (1 - recall) * loss) for r, loss in pairs])
     return Numbers(recall, len(index), tiers)
@@ -78,9 +82,11 @@ def _number(ranks: np.ndarray, loss: float) -> int:
     return int(np.sort(ranks)[kept - 1]) if kept else 1
 
 
-def item_queries(index: IndexReader, representation: str, seed: int = 0) -> list[AnyQuery]:
+def item_queries(
+    index: IndexReader, representation: str, num_queries: int = NUM_QUERIES, seed: int = 0
+) -> list[AnyQuery]:
     """Returns queries that consist of vectors of items with noise."""
-    vectors_TD, lengths_B = sample_vectors(index, representation, NUM_QUERIES)
+    vectors_TD, lengths_B = sample_vectors(index, representation, num_queries)
     rng = np.random.default_rng(seed)
     queries: list[AnyQuery] = []
     for vectors_ND in np.split(vectors_TD, np.cumsum(lengths_B)[:-1]):

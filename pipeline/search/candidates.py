@@ -149,8 +149,8 @@ def _is_slow(index: IndexReader, info: RepresentationInfo, device: str) -> bool:
 def generator_steps(candidates: str) -> list[list[str]]:
     """Returns the generators of the steps of each member of a union.
 
-    >>> generator_steps("lemur:pq+bm25")
-    [['lemur', 'pq'], ['bm25']]
+    >>> generator_steps("lemur:bits+bm25")
+    [['lemur', 'bits'], ['bm25']]
     """
     return [member.split(STEP) for member in candidates.split(UNION)]
 
@@ -158,7 +158,7 @@ def generator_steps(candidates: str) -> list[list[str]]:
 def generator_columns(
     index: IndexReader, info: RepresentationInfo, candidates: str
 ) -> dict[str, str]:
-    """Returns the columns of the generators of a value such as `lemur:pq+bm25`, by generator.
+    """Returns the columns of the generators of a value such as `lemur:bits+bm25`, by generator.
 
     Raises:
         SpecError: A generator was not built for the representation or for other vectors, occurs

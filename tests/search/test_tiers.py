@@ -1,0 +1,157 @@
+"""Numbers of items that tiers keep, and searches through sketches, against a literal search."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import Index
+from pipeline.index.reader import IndexReader
+from pipeline.search import candidates, score, tiers
+from pipeline.search.candidates import Numbers, default_candidates
+from pipeline.search.tiers import measure, split_queries
+
+DIM, NUM_ITEMS = 32, 1200
+COLUMN = "full_lemur_1_candidates"
+
+
+def items(num: int, seed: int = 0, length: int = 6) -> list[np.ndarray]:
+    """Returns unit vectors of items, which are near topics."""
+    rng = np.random.default_rng(seed)
+    topics = np.random.default_rng(99).standard_normal((40, DIM))
+    given = []
+    for _ in range(num):
+        vectors = topics[rng.integers(40, size=length)] + rng.standard_normal((length, DIM))
+        given.append((vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32))
+    return given
+
+
+def queries(num: int = 20) -> list[np.ndarray]:
+    return items(num, seed=5, length=4)
+
+
+@pytest.fixture(scope="module")
+def index(cluster, tmp_path_factory) -> Index:
+    """Index with both generators."""
+    index = Index(str(tmp_path_factory.mktemp("tiers") / "index"))
+    index.add([f"i{number:04}" for number in range(NUM_ITEMS)], items(NUM_ITEMS))
+    for generator in ({"name": "lemur", "num_features": 128, "num_samples": 512}, "bits"):
+        index.add_candidates(generator)
+    return Index(index.uri)
+
+
+def dequantised(index: Index, prefix: str) -> np.ndarray:
+    """Returns the vectors (B, R) of the sketches or the codes of lemur, read from the column."""
+    generator = index.reader.generator(COLUMN)
+    table = index.reader.dataset.to_table(columns=[COLUMN])
+    parts, _ = generator.codec.unpack(table[COLUMN], generator.dim)
+    codec = generator.codec.sketches if prefix else generator.codec.vectors
+    tensors = {name: torch.from_numpy(parts[prefix + name]) for name in codec.parts(generator.dim)}
+    return codec.dequantise(tensors, generator.dim).numpy()
+
+
+def tier_scores(index: Index, query: np.ndarray) -> list[np.ndarray]:
+    """Returns the scores of the sketches and of the codes of all items in float64."""
+    generator = index.reader.generator(COLUMN)
+    (tokens,) = generator.queries(index.searcher.queries([query]).tokens)
+    codecs = {"sketch_": generator.codec.sketches, "": generator.codec.vectors}
+    return [
+        (dequantised(index, prefix) @ codec.transform_queries(tokens).numpy()[0]).astype(float)
+        for prefix, codec in codecs.items()
+    ]
+
+
+def test_searches_equal_a_literal_selection(index, monkeypatch):
+    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    vectors = items(NUM_ITEMS)
+    for query in queries():
+        by_sketch, by_code = tier_scores(index, query)
+        first = np.argsort(-by_sketch)[: 40 * candidates.SKETCHES]
+        chosen = first[np.argsort(-by_code[first])[:40]]
+        exact = {i: float((query @ vectors[i].T).max(axis=1).sum()) for i in chosen.tolist()}
+        expected = sorted(exact, key=exact.__getitem__, reverse=True)[:8]
+        (hits,) = index.searcher.rank([query], k=8, candidates="lemur", num_candidates=40)
+        assert len({*hits.item_ids} & {f"i{i:04}" for i in expected}) >= 7  # rounding of ties
+
+
+def test_batches_find_the_same_items_as_single_queries(index, monkeypatch):
+    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    options = {"k": 8, "candidates": "lemur:bits", "num_candidates": 10}
+    monkeypatch.setattr(candidates, "ITEMS_PER_CANDIDATE", 4)
+    batch = index.searcher.rank(queries(), **options)
+    for query, ranking in zip(queries(), batch, strict=True):
+        (single,) = index.searcher.rank([query], **options)
+        assert single.scores_by_item() == ranking.scores_by_item()
+
+
+def test_numbers_have_the_wanted_recall(index, monkeypatch):
+    """The numbers are those of a literal search, and unseen queries have about that recall."""
+    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    given = queries(12)
+    numbers = measure(index.reader, COLUMN, given, recall=0.9)
+    exact = index.searcher.rank(given, k=100, candidates="exact")
+    for depth, found in zip(candidates.DEPTHS, numbers.tiers, strict=True):
+        for tier, loss in enumerate((0.2, 0.6)):
+            ranks = []
+            for query, ranking in zip(given, exact, strict=True):
+                scores = tier_scores(index, query)[tier]
+                ranks += [(scores >= scores[row] - 1e-4).sum() for row in ranking.rows[:depth]]
+            kept = np.sort(ranks)[int(np.ceil((1 - 0.1 * loss) * len(ranks) - 1e-9)) - 1]
+            assert abs(found[tier] - kept) <= 2
+    info = index.reader.candidates_columns[COLUMN]
+    stored = Numbers(**info.numbers)
+    assert stored.items == NUM_ITEMS and stored.recall == 0.98 and stored.tiers[0][1] < NUM_ITEMS
+    for name in ("lemur", "lemur:bits"):
+        hits = index.searcher.rank(queries(30), k=10, candidates=name)
+        best = index.searcher.rank(queries(30), k=10, candidates="exact")
+        pairs = zip(hits, best, strict=True)
+        assert np.mean([len({*a.item_ids} & {*b.item_ids}) / 10 for a, b in pairs]) > 0.9
+
+
+def test_default_takes_the_cheaper_steps(index, monkeypatch):
+    info = index.reader.representation("full")
+    assert default_candidates(index.reader, info) == "exact"
+    monkeypatch.setattr(candidates, "EXACT_VECTORS", 100)
+    assert default_candidates(index.reader, info) in ("lemur", "lemur:bits")
+    monkeypatch.setattr(candidates, "BITS_MICROSECONDS", 0)
+    assert default_candidates(index.reader, info) == "lemur:bits"
+    monkeypatch.setattr(candidates, "BITS_MICROSECONDS", 1)
+    assert default_candidates(index.reader, info) == "lemur"
+    assert default_candidates(index.reader, info, "cuda") == "exact"
+
+
+def test_past_queries_measure_only_if_there_are_enough():
+    few, many = list("ab"), [str(i) for i in range(300)]
+    assert split_queries(few) == (few, few)
+    assert split_queries(many) == (many[tiers.NUM_QUERIES :], many[: tiers.NUM_QUERIES])
+
+
+SMALL = {
+    "three items": items(3),
+    "equal vectors": [np.ones((2, 8), np.float32)] * 40,
+    "zero vectors": [item * [[0], [1]] for item in items(40, length=2)],
+    "one vector": items(60, length=1),
+    "many vectors": items(3, length=2000),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_degenerate_indexes_are_searched(cluster, name, tmp_path, monkeypatch):
+    """As many hits are found as exist."""
+    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    given = [item[:, :8] for item in SMALL[name]]
+    index = Index(str(tmp_path / "index"))
+    index.add([f"i{number}" for number in range(len(given))], given)
+    index.add_candidates("bits")
+    names = ["bits"]
+    if name != "equal vectors":  # `lemur` rejects a single distinct token vector
+        index.add_candidates({"name": "lemur", "num_features": 4, "num_samples": 16})
+        names += ["lemur", "lemur:bits"]
+    searcher = Index(index.uri).searcher
+    query = np.eye(3, 8, dtype=np.float32)
+    for candidates_name in names:
+        for k in (2, 50):
+            (hits,) = searcher.rank([query], k=k, candidates=candidates_name, num_candidates=k)
+            assert len(hits.item_ids) == min(k, len(given))
+    assert IndexReader(index.uri).candidates_columns["full_bits_1_candidates"].numbers

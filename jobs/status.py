@@ -150,11 +150,10 @@ def format_status(summary: dict[str, Any]) -> str:
     for codes in summary["candidates"]:
         coded = f"{codes['coded']:,} of {codes['items']:,} items have codes"
         name = f"{codes['generator']} for {codes['representation']}"
-        line = f"candidates: {name}, revision {codes['revision']}, {coded}"
+        lines.append(f"candidates: {name}, revision {codes['revision']}, {coded}")
         if numbers := codes["numbers"]:
             kept = " or ".join(":".join(f"{n:,}" for n in tiers) for tiers in numbers["tiers"])
-            line += f", keeps {kept} for 10 or 100 hits at recall {numbers['recall']:g}"
-        lines.append(line)
+            lines.append(f"  keeps {kept} for 10 or 100 hits at recall {numbers['recall']:g}")
     if summary["taps"]:
         lines.append(f"attention statistics: {', '.join(summary['taps'])}")
     if tokens := summary["rerank_tokens"]:

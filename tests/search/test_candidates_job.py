@@ -238,6 +238,27 @@ def test_removed_rows_disappear(uri):
     assert second.item_ids[:4] == first.item_ids[1:]
 
 
+def test_build_resumes_before_it_has_measured(uri, tmp_path, monkeypatch):
+    """Searches then keep the default numbers, and the next run measures the same as a whole one."""
+    shutil.copytree(uri, tmp_path / "whole")
+    build(tmp_path / "whole", BITS)
+
+    def stop(*arguments: object) -> None:
+        raise Stopped("stopped by the test")
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(candidates_job.Candidates, "_measure", stop)
+        build(uri, BITS)
+    (stopped,) = IndexReader(str(uri)).candidates_columns.values()
+    assert stopped.numbers is None
+    assert len(open_index(str(uri)).rank(queries(1), k=5, candidates="bits")[0].item_ids) == 5
+    assert build(uri, BITS).done == 0
+    (resumed,), (whole,) = (
+        IndexReader(str(path)).candidates_columns.values() for path in (uri, tmp_path / "whole")
+    )
+    assert resumed.numbers["items"] == NUM_ITEMS and resumed == whole
+
+
 @pytest.mark.heavy
 def test_interrupted_build_resumes_with_the_same_bits(uri, original, tmp_path, monkeypatch):
     shutil.copytree(original, tmp_path / "whole")

@@ -46,6 +46,7 @@ from pipeline.search.candidates import (
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
 from pipeline.search.generators.bm25 import Postings, encode
 from pipeline.search.maxsim import best_scores, maxsim
+from pipeline.search.native import MIN_PANEL
 from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import Queries
@@ -61,9 +62,10 @@ SLICE_PAIRS = 1 << 27
 #: Maximum number of selected items that are all scored although a candidate generator is requested.
 #: On two cores, 4,096 items of 32 int8 vectors take as long as 500 candidates of `lemur`.
 EXACT_ITEMS = 4096
-#: Minimum number of items per compared vector for which sketches are compared first. A selected
-#: vector takes five times as long as one of all.
-MIN_SKETCHES = 3
+#: Minimum number of items per selected one for which sketches are compared first: a vector of a
+#: selection takes several times as long as one of all. From `MIN_PANEL` queries on, the codes of all
+#: items are compared, because their products take longer than reading them.
+MIN_SKETCHES = 6
 #: Number of prefixes whose views are cached. A view holds two offsets per item, and clients may
 #: request any prefix.
 MAX_PREFIXES = 16
@@ -444,8 +446,9 @@ class Scorer:
             tokens = self._index.generator(column).queries(queries.tokens)
         *more, vectors = self._tiers(self.packed(column))
         num_rows = len(vectors) if rows is None else len(rows)
-        for sketches in more:
-            if not isinstance(rows, list) and num_rows >= nums[0] * MIN_SKETCHES:
+        is_single = len(tokens) < MIN_PANEL and vectors.device.type == "cpu"
+        for sketches in more if is_single and not isinstance(rows, list) else []:
+            if num_rows >= nums[0] * MIN_SKETCHES:
                 tokens_of_sketches = _transformed(tokens, sketches)
                 found = _best_scores(tokens_of_sketches, sketches, nums[0], rows, groups)
                 rows = [best_rows(scores, items, nums[0], groups) for items, scores in found]

@@ -10,6 +10,7 @@ from pipeline import Index
 from pipeline.index.reader import IndexReader
 from pipeline.search import candidates, score, tiers
 from pipeline.search.candidates import Numbers, default_candidates
+from pipeline.search.native import MIN_PANEL
 from pipeline.search.tiers import measure, split_queries
 
 DIM, NUM_ITEMS = 32, 1200
@@ -75,12 +76,13 @@ def test_searches_equal_a_literal_selection(index, monkeypatch):
         assert len({*hits.item_ids} & {f"i{i:04}" for i in expected}) >= 7  # rounding of ties
 
 
-def test_batches_find_the_same_items_as_single_queries(index, monkeypatch):
+def test_small_batches_find_the_same_items_as_single_queries(index, monkeypatch):
     monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    given = queries(MIN_PANEL - 1)
     options = {"k": 8, "candidates": "lemur:bits", "num_candidates": 10}
     monkeypatch.setattr(candidates, "ITEMS_PER_CANDIDATE", 4)
-    batch = index.searcher.rank(queries(), **options)
-    for query, ranking in zip(queries(), batch, strict=True):
+    batch = index.searcher.rank(given, **options)
+    for query, ranking in zip(given, batch, strict=True):
         (single,) = index.searcher.rank([query], **options)
         assert single.scores_by_item() == ranking.scores_by_item()
 

@@ -222,7 +222,7 @@ def select(
             continue
         for subset, form in _subsets(lengths[index], documents):
             members = index[subset]
-            is_single = documents.has_panels and level != LEVELS[0]
+            is_single = documents.kind == INT8 and documents.longest <= 1 and level != LEVELS[0]
             if form == ROWS and is_single and len(members) >= MIN_PANEL:
                 form = PANELS
             tokens_MD = torch.cat([queries[i] for i in members])
@@ -352,26 +352,23 @@ class _Queries:
         """
         num_queries, dim = query_QD.shape
         bounds = np.arange(num_queries + 1)
-        offsets = torch.zeros(num_queries)
         if isinstance(codec, Bits):
             query = codec.split_queries(query_QD)
-            scales, offsets = query.scales_Q, query.projections_Q / query.scales_Q
             values = functional.pad(query.values_QD, (0, -dim % 64)).to(torch.int8)
-            if form == PANELS:
-                values = _planes(query.values_QD, 1)
-        elif kind != INT8:
+            offsets = query.projections_Q / query.scales_Q
+            return cls(values, query.scales_Q, bounds, num_queries, form, offsets)
+        if kind != INT8:
             return cls(query_QD.contiguous(), None, bounds, num_queries, form)
-        else:
-            # The sum of the products with int8 values must not exceed 31 bits.
-            largest = min(MAX_INT16, torch.iinfo(torch.int32).max // (128 * dim))
-            scales = (query_QD.abs().amax(dim=1) / largest).clamp_min(TINY)
-            values = _round(query_QD / scales.unsqueeze(1)).to(torch.int16)
+        # The sum of the products with int8 values must not exceed 31 bits.
+        largest = min(MAX_INT16, torch.iinfo(torch.int32).max // (128 * dim))
+        scales = (query_QD.abs().amax(dim=1) / largest).clamp_min(TINY)
+        values = _round(query_QD / scales.unsqueeze(1)).to(torch.int16)
         if form == ROWS:
-            return cls(values.contiguous(), scales, bounds, num_queries, ROWS, offsets)
+            return cls(values, scales, bounds, num_queries, ROWS)
         padding = -num_queries % 32
-        padded_QD = functional.pad(values.short(), (0, -values.shape[1] % 64, 0, padding))
-        scales, offsets = (functional.pad(x, (0, padding)) for x in (scales, offsets))
-        return cls(_interleave_pairs(padded_QD), scales, bounds, num_queries, PANELS, offsets)
+        padded_QD = functional.pad(values, (0, -dim % 64, 0, padding))
+        scales = functional.pad(scales, (0, padding))
+        return cls(_interleave_pairs(padded_QD), scales, bounds, num_queries, PANELS)
 
     @classmethod
     def pack(
@@ -414,9 +411,12 @@ class _Queries:
         num_tokens, dim = query_MD.shape
         query = codec.split_queries(query_MD)
         num_padded, width = -(-num_tokens // 32) * 32, -(-dim // 64) * 64
-        planes_MD = _planes(query.values_QD, codec.spec.bits)
+        per_byte = 8 // codec.spec.bits
+        num_bytes = -(-dim // per_byte)
+        values_MD = functional.pad(query.values_QD, (0, num_bytes * per_byte - dim))
+        planes_MD = values_MD.view(num_tokens, num_bytes, per_byte).transpose(1, 2).flatten(1)
         values = torch.zeros(num_padded, width, dtype=torch.int8)
-        values[:num_tokens, : planes_MD.shape[1]] = planes_MD
+        values[:num_tokens, : num_bytes * per_byte] = planes_MD
         scales, offsets = torch.zeros(2, num_padded)
         scales[:num_tokens] = query.scales_Q
         offsets[:num_tokens] = query.projections_Q / query.scales_Q
@@ -436,15 +436,6 @@ class _Queries:
         table = torch.zeros(len(sim_CM), num_padded, dtype=torch.int16)
         table[:, :num_tokens] = _round(sim_CM.div_(scales[:num_tokens].clamp_min(TINY)))
         return cls(table, scales, bounds, num_tokens)
-
-
-def _planes(values_MD: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns values in the order of `expand` in body.h, padded to whole bytes of codes."""
-    num_tokens, dim = values_MD.shape
-    per_byte = 8 // bits
-    num_bytes = -(-dim // per_byte)
-    padded_MD = functional.pad(values_MD, (0, num_bytes * per_byte - dim))
-    return padded_MD.view(num_tokens, num_bytes, per_byte).transpose(1, 2).flatten(1)
 
 
 def _integer_panels(values_MD: torch.Tensor, level: int, added: int) -> torch.Tensor:

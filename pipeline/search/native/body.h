@@ -922,7 +922,7 @@ static inline int add_selected(const uint8_t* bits, int64_t size, const int8_t* 
 }
 
 // Converts a float16 number.
-static inline float widen_half(uint16_t bits) {
+static inline float half_value(uint16_t bits) {
 #if LEVEL >= AVX2
     return _cvtsh_ss(bits);
 #else
@@ -934,26 +934,49 @@ static inline float widen_half(uint16_t bits) {
 static void score_one_token_bits(const Documents& docs, const Queries& queries,
                                  const Output& output) {
     const int64_t size = docs.row_bytes;
-    for (int64_t from = 0; from < docs.count; from += DOCUMENTS_PER_BLOCK)
+    const auto* bits = (const uint8_t*)docs.values;
+    float scales[DOCUMENTS_PER_BLOCK], projections[DOCUMENTS_PER_BLOCK];
+    int sums[DOCUMENTS_PER_BLOCK];
+    std::vector<int> totals(queries.count);
+    for (int64_t q = 0; q < queries.count; ++q)
+        for (int d = 0; d < docs.dim; ++d)
+            totals[q] += ((const int8_t*)queries.packed)[q * up(docs.dim, 64) + d];
+    for (int64_t from = 0; from < docs.count; from += DOCUMENTS_PER_BLOCK) {
+        const int64_t to = std::min(from + DOCUMENTS_PER_BLOCK, docs.count), count = to - from;
+        const int64_t *starts = docs.starts + from, *lengths = docs.lengths + from;
+        int64_t num_others = 0;  // documents that are not the next vector
+        for (int64_t i = 0; i < count; ++i)
+            num_others += (lengths[i] != 1) | (starts[i] != starts[0] + i);
+        if (num_others == 0) {
+            decode_half(docs.half_scales + starts[0], int(count), scales);
+            decode_half(docs.projections + starts[0], int(count), projections);
+        }
         for (int64_t q = 0; q < queries.count; ++q) {
-            const int64_t to = std::min(from + DOCUMENTS_PER_BLOCK, docs.count);
             const int8_t* query = (const int8_t*)queries.packed + q * up(docs.dim, 64);
-            int total = 0;
-            for (int d = 0; d < docs.dim; ++d) total += query[d];
-            for (int64_t document = from; document < to; ++document) {
-                const int64_t first = docs.starts[document];
+            const float offset = queries.offsets[q], query_scale = queries.scales[q];
+            float* scores = output.scores + q * output.stride + from;
+            const int total = totals[q];
+            if (num_others == 0) {
+                for (int64_t i = 0; i < count; ++i)
+                    sums[i] = add_selected(bits + (starts[0] + i) * size, size, query);
+                for (int64_t i = 0; i < count; ++i)
+                    scores[i] = std::fma(float(2 * sums[i] - total), scales[i],
+                                         projections[i] * offset) * query_scale;
+                continue;
+            }
+            for (int64_t i = 0; i < count; ++i) {
                 float best = LOWEST;
-                prefetch_row(docs, document);
-                for (int64_t row = first; row < first + docs.lengths[document]; ++row) {
-                    const uint8_t* bits = (const uint8_t*)docs.values + row * size;
-                    const float product = float(2 * add_selected(bits, size, query) - total);
-                    const float x = std::fma(product, widen_half(docs.half_scales[row]),
-                                             widen_half(docs.projections[row]) * queries.offsets[q]);
+                prefetch_row(docs, from + i);
+                for (int64_t row = starts[i]; row < starts[i] + lengths[i]; ++row) {
+                    const int sum = add_selected(bits + row * size, size, query);
+                    const float x = std::fma(float(2 * sum - total), half_value(docs.half_scales[row]),
+                                             half_value(docs.projections[row]) * offset);
                     best = std::max(best, x);
                 }
-                output.scores[q * output.stride + document] = best * queries.scales[q];
+                scores[i] = best * query_scale;
             }
         }
+    }
 }
 
 static void score_one_token(const Documents& docs, const Queries& queries, const Output& output) {
@@ -967,41 +990,28 @@ static void score_one_token(const Documents& docs, const Queries& queries, const
 }
 
 #if LEVEL >= AVX2
-// Selects documents of at most one vector, of int8 or of one bit per dimension, for queries of one
-// token. 32 documents are multiplied by panels of 32 queries. `first` is the number of the first document.
+// Selects int8 documents of at most one vector for queries of one token. 32 documents are multiplied
+// by panels of 32 queries. `first` is the number of the first document.
 static void select_one_vector(const Documents& docs, const Queries& queries,
                               const Selection& selection, int64_t first, Scratch& s) {
     for (int64_t from = 0; from < docs.count; from += 32) {
         const int count = int(std::min<int64_t>(32, docs.count - from));
         for (int r = 0; r < count; ++r) {
             const int64_t document = from + r, start = docs.starts[document];
-            if (docs.lengths[document] == 0) continue;
-            int16_t* out = (int16_t*)s.floats + r * s.width;
-            if (docs.kind == BITS)
-                expand(docs, start, out);
-            else
-                widen_int8((const int8_t*)docs.values + start * docs.row_bytes, docs.dim, out);
+            if (docs.lengths[document] > 0)
+                widen_int8((const int8_t*)docs.values + start * docs.row_bytes, docs.dim,
+                           (int16_t*)s.floats + r * s.width);
         }
         for (int64_t panel = 0; panel < queries.padded; panel += 32) {
             multiply_int16(s, count, (const int16_t*)queries.packed + panel * s.width, s.products);
             for (int r = 0; r < count; ++r) {
                 if (docs.lengths[from + r] == 0) continue;
-                const int64_t row = docs.starts[from + r];
-                const bool has_bits = docs.kind == BITS;
-                const floats scale =
-                    splat(has_bits ? widen_half(docs.half_scales[row]) : docs.scales[row]);
-                const float projection = has_bits ? widen_half(docs.projections[row]) : 0;
+                const floats scale = splat(docs.scales[docs.starts[from + r]]);
                 for (int p = 0; p < PARTS; ++p) {
                     const int64_t query = panel + p * LANES;
                     const integers products = *(const integers*)(s.products + r * 32 + p * LANES);
-                    const floats offset = projection * load(queries.offsets + query);
-                    floats x = __builtin_convertvector(products, floats);
-#if LEVEL >= AVX512
-                    x = (floats)_mm512_fmadd_ps((__m512)x, (__m512)scale, (__m512)offset);
-#else
-                    x = (floats)_mm256_fmadd_ps((__m256)x, (__m256)scale, (__m256)offset);
-#endif
-                    x *= load(queries.scales + query);
+                    const floats x = __builtin_convertvector(products, floats) * scale *
+                                     load(queries.scales + query);
 #if LEVEL >= AVX512
                     uint32_t mask = _mm512_cmp_ps_mask(
                         (__m512)x, (__m512)load(selection.limits + query), _CMP_GE_OQ);

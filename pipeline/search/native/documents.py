@@ -175,16 +175,9 @@ class Documents:
     @property
     def has_rows(self) -> bool:
         """Whether the library has a function for queries of one token."""
-        return len(self) > 0 and (self.kind in DENSE_KINDS or self._has_one_bit)
-
-    @property
-    def has_panels(self) -> bool:
-        """Whether the library selects these documents for many queries of one token at once."""
-        return self.longest <= 1 and (self.kind == INT8 or self._has_one_bit)
-
-    @property
-    def _has_one_bit(self) -> bool:
-        return isinstance(self.codec, Bits) and self.codec.spec.bits == 1
+        if self.kind != BITS or not self.segments:
+            return self.kind in DENSE_KINDS
+        return self.codec.spec.bits == 1
 
     def runs(self, max_runs: int, min_tokens: int) -> Iterator[tuple[int, int]]:
         """Yields runs (first, last + 1) of documents with similar numbers of tokens."""

@@ -63,8 +63,8 @@ SLICE_PAIRS = 1 << 27
 #: On two cores, 4,096 items of 32 int8 vectors take as long as 500 candidates of `lemur`.
 EXACT_ITEMS = 4096
 #: Minimum number of items per selected one for which sketches are compared first: a vector of a
-#: selection takes several times as long as one of all. From `MIN_PANEL` queries on, the codes of all
-#: items are compared, because their products take longer than reading them.
+#: selection takes several times as long as one of all. From `MIN_PANEL` queries on, all codes
+#: are compared, because their products take longer than reading them.
 MIN_SKETCHES = 6
 #: Number of prefixes whose views are cached. A view holds two offsets per item, and clients may
 #: request any prefix.

@@ -152,8 +152,9 @@ def format_status(summary: dict[str, Any]) -> str:
         name = f"{codes['generator']} for {codes['representation']}"
         lines.append(f"candidates: {name}, revision {codes['revision']}, {coded}")
         if numbers := codes["numbers"]:
-            kept = " or ".join(":".join(f"{n:,}" for n in tiers) for tiers in numbers["tiers"])
-            lines.append(f"  keeps {kept} for 10 or 100 hits at recall {numbers['recall']:g}")
+            depths = (":".join(f"{n:,}" for n in tiers) for tiers in numbers["tiers"])
+            recall = f"for 10 or 100 hits at recall {numbers['recall']:g}"
+            lines.append(f"  keeps {' or '.join(depths)} {recall}")
     if summary["taps"]:
         lines.append(f"attention statistics: {', '.join(summary['taps'])}")
     if tokens := summary["rerank_tokens"]:

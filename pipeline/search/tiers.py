@@ -78,8 +78,8 @@ def _number(ranks: np.ndarray, loss: float) -> int:
     >>> _number(np.array([5, 1, 2, 90, 3]), 0.2)
     5
     """
-    kept = int(np.ceil((1 - loss) * len(ranks) - 1e-9))
-    return int(np.sort(ranks)[kept - 1]) if kept else 1
+    num_kept = int(np.ceil((1 - loss) * len(ranks) - 1e-9))
+    return int(np.sort(ranks)[num_kept - 1]) if num_kept else 1
 
 
 def item_queries(

@@ -99,8 +99,8 @@ def test_numbers_have_the_wanted_recall(index, monkeypatch):
             for query, ranking in zip(given, exact, strict=True):
                 scores = tier_scores(index, query)[tier]
                 ranks += [(scores >= scores[row] - 1e-4).sum() for row in ranking.rows[:depth]]
-            kept = np.sort(ranks)[int(np.ceil((1 - 0.1 * loss) * len(ranks) - 1e-9)) - 1]
-            assert abs(found[tier] - kept) <= 2
+            expected = np.sort(ranks)[int(np.ceil((1 - 0.1 * loss) * len(ranks) - 1e-9)) - 1]
+            assert abs(found[tier] - expected) <= 2
     info = index.reader.candidates_columns[COLUMN]
     stored = Numbers(**info.numbers)
     assert stored.items == NUM_ITEMS and stored.recall == 0.98 and stored.tiers[0][1] < NUM_ITEMS
@@ -140,7 +140,7 @@ SMALL = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_degenerate_indexes_are_searched(cluster, name, tmp_path, monkeypatch):
-    """As many hits are found as exist."""
+    """Searches find as many hits as exist."""
     monkeypatch.setattr(score, "EXACT_ITEMS", 0)
     given = [item[:, :8] for item in SMALL[name]]
     index = Index(str(tmp_path / "index"))

@@ -174,7 +174,7 @@ class Documents:
 
     @property
     def has_rows(self) -> bool:
-        """Whether the library has a function for queries of one token."""
+        """True if the library has a function for queries of one token."""
         if self.kind != BITS or not self.segments:
             return self.kind in DENSE_KINDS
         return self.codec.spec.bits == 1

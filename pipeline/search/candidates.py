@@ -34,9 +34,6 @@ UNION, STEP = "+", ":"
 ITEMS_PER_CANDIDATE, SKETCHES = 32, 4
 #: Numbers of hits for which numbers of items are measured.
 DEPTHS = (10, 100)
-#: Time to score a selected vector of one bit per dimension and of int8 for 32 query tokens, on two
-#: cores with AVX-512.
-BITS_MICROSECONDS, VECTOR_MICROSECONDS = 0.006, 0.015
 #: Default minimum number of candidates, and their number per hit. On 117,659 definitions, `lemur`
 #: then finds 97 % of the 100 best items.
 MIN_CANDIDATES, CANDIDATES_PER_HIT = 1000, 16
@@ -109,25 +106,11 @@ def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:
 def default_candidates(index: IndexReader, info: RepresentationInfo, device: str = "cpu") -> str:
     """Returns the default of the option `candidates` for the score `maxsim`.
 
-    It is `lemur` or `lemur:bits`, whichever is faster of those that were built, if an exact search
-    is slow: on a CPU, above `EXACT_VECTORS` vectors. A GPU scores 16 million vectors in 15 ms.
+    It is `lemur` if that was built and an exact search is slow: on a CPU, above `EXACT_VECTORS`
+    vectors. A GPU scores 16 million vectors in 15 ms.
     """
-    if not _is_slow(index, info, device):
-        return EXACT
-    columns = generators(index, info)
-    built = [steps for steps in ([LEMUR], [LEMUR, BITS]) if columns.keys() >= {*steps}]
-    costs = {STEP.join(steps): _cost(index, info, columns, steps) for steps in built}
-    return min(costs, key=costs.__getitem__, default=EXACT)
-
-
-def _cost(
-    index: IndexReader, info: RepresentationInfo, columns: dict[str, str], steps: list[str]
-) -> float:
-    """Estimates the time of a search of 10 hits after the scan of all codes, in microseconds."""
-    numbers = [tier[-1] for tier in tier_numbers(index, columns, steps, DEPTHS[0], None)]
-    per_item = info.num_vectors or VECTORS_PER_ITEM
-    *before, last = numbers
-    return per_item * (BITS_MICROSECONDS * sum(before) + VECTOR_MICROSECONDS * last)
+    is_slow = _is_slow(index, info, device)
+    return LEMUR if is_slow and LEMUR in generators(index, info) else EXACT
 
 
 def slow_search_hint(

@@ -65,7 +65,7 @@ EXACT_ITEMS = 4096
 #: Minimum number of items per selected one for which sketches are compared first: a vector of a
 #: selection takes several times as long as one of all. From `MIN_PANEL` queries on, all codes
 #: are compared, because their products take longer than reading them.
-MIN_SKETCHES = 6
+MIN_SKETCHES = 32
 #: Number of prefixes whose views are cached. A view holds two offsets per item, and clients may
 #: request any prefix.
 MAX_PREFIXES = 16

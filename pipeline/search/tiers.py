@@ -21,9 +21,9 @@ from pipeline.search.searcher import Searcher
 NUM_QUERIES, MIN_GIVEN = 64, 256
 #: Number of queries that are scored together, which bounds the size of the score matrix.
 BATCH = 4
-#: Share of the lost results that the codes of the first step of `lemur:bits` may lose. Its sketches
-#: and the codes of the second step, which need fewer items, may each lose half of the rest.
-FIRST_LOSS, OTHER_LOSS = 0.6, 0.2
+#: Share of the lost results that the codes of a generator may lose, and that of sketches and of the
+#: generator `bits`, which need fewer items for a small loss.
+FIRST_LOSS, OTHER_LOSS = 0.8, 0.2
 #: Maximum number of items that are searched: one shard of a larger index.
 MAX_ITEMS = 4_000_000
 #: Number of vectors of a query that consists of vectors of items, and the norm of their noise.

@@ -411,7 +411,8 @@ class _Queries:
         num_tokens, dim = query_MD.shape
         query = codec.split_queries(query_MD)
         num_padded, width = -(-num_tokens // 32) * 32, -(-dim // 64) * 64
-        per_byte = 8 // codec.spec.bits
+        has_masks = codec.spec.bits == 1 and level >= LEVELS.index("avx512")
+        per_byte = 1 if has_masks else 8 // codec.spec.bits
         num_bytes = -(-dim // per_byte)
         values_MD = functional.pad(query.values_QD, (0, num_bytes * per_byte - dim))
         planes_MD = values_MD.view(num_tokens, num_bytes, per_byte).transpose(1, 2).flatten(1)

@@ -57,9 +57,22 @@ static inline void decode_int8(const int8_t* in, int dim, float* out) {
     for (int d = 0; d < dim; ++d) out[d] = in[d];
 }
 
+#if LEVEL >= AVX512
+// Returns up to 64 bits as a mask.
+static inline __mmask64 load_mask(const uint8_t* bits, int64_t size) {
+    uint64_t mask = 0;
+    if (size >= 8)
+        memcpy(&mask, bits, 8);
+    else
+        memcpy(&mask, bits, size);
+    return mask;
+}
+#endif
+
 // Expands the codes of a row to the integers 2 code - (2^bits - 1), or 2 code if unsigned. The order is that of the bit
 // positions: first the lowest code of every byte, then the next one. Queries are packed in the same
-// order, because no byte has to move. Values beyond the last dimension are arbitrary, because the
+// order, because no byte has to move. One bit is a mask with AVX-512, so that the order is that of the
+// dimensions. Values beyond the last dimension are arbitrary, because the
 // query is zero there.
 template <class Value>
 static inline void expand(const Documents& docs, int64_t row, Value* out) {
@@ -69,6 +82,14 @@ static inline void expand(const Documents& docs, int64_t row, Value* out) {
     const int64_t size = docs.row_bytes;
     const uint8_t* in = (const uint8_t*)docs.values + row * size;
     const int bits = docs.bits, mask = (1 << bits) - 1, top = Value(-1) < 0 ? mask : 0;
+#if LEVEL >= AVX512
+    if (bits == 1 && sizeof(Value) == 1) {
+        const __m512i low = _mm512_set1_epi8(char(-top)), high = _mm512_set1_epi8(char(2 - top));
+        for (int64_t i = 0; i < size; i += 8)
+            _mm512_storeu_si512(out + 8 * i, _mm512_mask_blend_epi8(load_mask(in + i, size - i), low, high));
+        return;
+    }
+#endif
     for (int shift = 0; shift < 8; shift += bits, out += size) {
         int64_t i = 0;
         for (; i + 16 <= size; i += 16) {
@@ -881,12 +902,8 @@ static inline int add_selected(const uint8_t* bits, int64_t size, const int8_t* 
     const __m512i ones = _mm512_set1_epi8(1);
     __m512i sums = _mm512_setzero_si512();
     for (int64_t at = 0; at < size; at += 8) {
-        uint64_t mask = 0;
-        if (size - at >= 8)
-            memcpy(&mask, bits + at, 8);
-        else
-            memcpy(&mask, bits + at, size - at);
-        const __m512i selected = _mm512_maskz_loadu_epi8(mask, query + 8 * at);
+        const __m512i selected =
+            _mm512_maskz_loadu_epi8(load_mask(bits + at, size - at), query + 8 * at);
         sums = _mm512_dpbusd_epi32(sums, ones, selected);
     }
     return _mm512_reduce_add_epi32(sums);

@@ -152,9 +152,8 @@ def format_status(summary: dict[str, Any]) -> str:
         name = f"{codes['generator']} for {codes['representation']}"
         lines.append(f"candidates: {name}, revision {codes['revision']}, {coded}")
         if numbers := codes["numbers"]:
-            depths = (":".join(f"{n:,}" for n in tiers) for tiers in numbers["tiers"])
-            recall = f"for 10 or 100 hits at recall {numbers['recall']:g}"
-            lines.append(f"  keeps {' or '.join(depths)} {recall}")
+            counts = " and ".join(f"{count:,}" for count in numbers["counts"])
+            lines.append(f"  {counts} candidates for 10 and 100 hits, recall {numbers['recall']:g}")
     if summary["taps"]:
         lines.append(f"attention statistics: {', '.join(summary['taps'])}")
     if tokens := summary["rerank_tokens"]:

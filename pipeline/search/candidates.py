@@ -21,17 +21,14 @@ LEMUR = "lemur"
 EXACT_VECTORS = 2_000_000
 #: Vectors of an item whose number is not fixed, as an estimate: the tokens of a passage of text.
 VECTORS_PER_ITEM = 200
-#: Generator that scores vectors of few bits, as a step after `LEMUR`.
-BITS = "bits"
 #: Generator that scores the single vectors of the items. It needs no column of codes.
 SINGLE = "single"
 #: Generator of the BM25 scores of fused search.
 BM25 = "bm25"
 #: Separators of the generators of a union, and of the steps of one of its members.
 UNION, STEP = "+", ":"
-#: Number of items that a step finds per candidate, if another step follows, and number of sketches
-#: per item, unless they were measured.
-ITEMS_PER_CANDIDATE, SKETCHES = 32, 4
+#: Number of items that a step finds per candidate if another step follows, unless it was measured.
+ITEMS_PER_CANDIDATE = 32
 #: Numbers of hits for which numbers of items are measured.
 DEPTHS = (10, 100)
 #: Default minimum number of candidates, and their number per hit. On 117,659 definitions, `lemur`
@@ -43,27 +40,27 @@ ITEMS_PER_DEFAULT_CANDIDATE = 40
 
 
 class Numbers(NamedTuple):
-    """Numbers of items that the tiers of a generator keep, see `pipeline.search.tiers`.
+    """Numbers of items that a generator finds, see `pipeline.search.num_candidates`.
 
     Attributes:
         recall: Wanted share of the exact results.
         items: Number of items of the index when they were measured.
-        tiers: Numbers of each tier, the first one first, for each of `DEPTHS`.
+        counts: Number of found items for each of `DEPTHS`.
     """
 
     recall: float
     items: int
-    tiers: list[list[int]]
+    counts: list[int]
 
-    def for_hits(self, k: int, num_items: int) -> list[int]:
-        """Returns the numbers for k hits in an index that may have grown since.
+    def for_hits(self, k: int, num_items: int) -> int:
+        """Returns the number for k hits in an index that may have grown since.
 
-        >>> Numbers(0.98, 1000, [[200, 50], [400, 150]]).for_hits(200, 2000)
-        [1600, 600]
+        >>> Numbers(0.98, 1000, [50, 150]).for_hits(200, 2000)
+        600
         """
         depth = next((i for i, depth in enumerate(DEPTHS) if k <= depth), len(DEPTHS) - 1)
         factor = max(1, num_items / max(self.items, 1)) * max(1, k / DEPTHS[depth])
-        return [max(k, round(factor * number)) for number in self.tiers[depth]]
+        return max(k, round(factor * self.counts[depth]))
 
 
 def default_number(k: int, num_items: int, *, has_steps: bool) -> int:
@@ -72,10 +69,10 @@ def default_number(k: int, num_items: int, *, has_steps: bool) -> int:
     return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * k, share)
 
 
-def tier_numbers(
+def step_numbers(
     index: IndexReader, columns: dict[str, str], steps: list[str], k: int, num: int | None
-) -> list[list[int]]:
-    """Returns the numbers of items that the tiers of each step keep.
+) -> list[int]:
+    """Returns the number of items that each step finds.
 
     They are the measured ones, unless `num`, that of the last step, is given or they are unknown.
     """
@@ -85,8 +82,7 @@ def tier_numbers(
         return [Numbers(**numbers).for_hits(k, len(index)) for numbers in measured]
     if num is None:
         num = default_number(k, len(index), has_steps=len(steps) > 1)
-    nums = [num * ITEMS_PER_CANDIDATE] * (len(steps) - 1) + [num]
-    return [[number * SKETCHES, number] for number in nums]
+    return [num * ITEMS_PER_CANDIDATE] * (len(steps) - 1) + [num]
 
 
 def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:

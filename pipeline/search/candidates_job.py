@@ -31,9 +31,9 @@ from pipeline.schema import with_metadata
 from pipeline.search.candidates import BM25, DEPTHS, Numbers
 from pipeline.search.candidates_sample import draw_sample
 from pipeline.search.isotropy import generator_remark
+from pipeline.search.num_candidates import measure, split_queries
 from pipeline.search.options import representation_info
 from pipeline.search.query import AnyQuery
-from pipeline.search.tiers import measure, split_queries
 
 log = logging.getLogger("maxray.candidates")
 
@@ -215,14 +215,11 @@ class Candidates(AddedColumns):
         session.writer.set_metadata(
             with_metadata(index.schema.field(info.name), info.to_metadata())
         )
-        found = ", ".join(
-            f"{':'.join(f'{n:,}' for n in tiers)} items for {depth} hits"
-            for depth, tiers in zip(DEPTHS, numbers.tiers, strict=True)
-        )
+        pairs = zip(numbers.counts, DEPTHS, strict=True)
+        found = " and ".join(f"{count:,} for {depth} hits" for count, depth in pairs)
         seconds = time.perf_counter() - start
-        report(
-            f"{info.generator_name} keeps {found} at recall {numbers.recall:g} ({seconds:.1f} s)"
-        )
+        name, recall = info.generator_name, f"{numbers.recall:g}"
+        report(f"{name} needs these candidates for recall {recall}: {found} ({seconds})")
 
 
 def drop(spec: CandidatesJobSpec, *, job: str, report: Callable[[str], None] = log.info) -> None:

@@ -7,8 +7,8 @@ import numpy as np
 from pipeline.index.isotropy import mean_cosine
 from pipeline.index.reader import IndexReader
 from pipeline.search.candidates import EXACT
+from pipeline.search.num_candidates import item_queries
 from pipeline.search.searcher import Searcher
-from pipeline.search.tiers import item_queries
 
 #: Queries that are searched, and the number of best items that are compared.
 NUM_QUERIES, DEPTH = 32, 10

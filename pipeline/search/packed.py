@@ -140,16 +140,6 @@ class PackedVectors:
         """Returns a view of at most the first `max_vectors` vectors of each item."""
         return PackedVectors([segment.prefix(max_vectors) for segment in self.segments])
 
-    def part(self, codec: Codec, prefix: str = "") -> PackedVectors:
-        """Returns a view of the parts of another codec, whose names begin with a prefix."""
-        names = codec.parts(self.dim)
-        return PackedVectors(
-            [
-                replace(segment, codec=codec, parts={n: segment.parts[prefix + n] for n in names})
-                for segment in self.segments
-            ]
-        )
-
     @property
     def device(self) -> torch.device:
         """Device of the vectors."""

@@ -28,7 +28,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.compression.codecs.sketched import SKETCH, Sketched
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import files_with
@@ -41,12 +40,11 @@ from pipeline.search.candidates import (
     SINGLE,
     generator_columns,
     generator_steps,
-    tier_numbers,
+    step_numbers,
 )
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
 from pipeline.search.generators.bm25 import Postings, encode
 from pipeline.search.maxsim import best_scores, maxsim
-from pipeline.search.native import MIN_PANEL
 from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import Queries
@@ -62,10 +60,6 @@ SLICE_PAIRS = 1 << 27
 #: Maximum number of selected items that are all scored although a candidate generator is requested.
 #: On two cores, 4,096 items of 32 int8 vectors take as long as 500 candidates of `lemur`.
 EXACT_ITEMS = 4096
-#: Minimum number of items per selected one for which sketches are compared first: a vector of a
-#: selection takes several times as long as one of all. From `MIN_PANEL` queries on, all codes
-#: are compared, because their products take longer than reading them.
-MIN_SKETCHES = 32
 #: Number of prefixes whose views are cached. A view holds two offsets per item, and clients may
 #: request any prefix.
 MAX_PREFIXES = 16
@@ -160,7 +154,6 @@ class Scorer:
         self._postings: dict[str, Postings] = {}
         self._uncoded_rows: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
         self._prefix = functools.lru_cache(MAX_PREFIXES)(PackedVectors.prefix)
-        self._tiers = functools.lru_cache(MAX_PREFIXES)(_tiers)
 
     def load(self, representation: str, score: Score = "maxsim", candidates: str = EXACT) -> None:
         """Opens the vectors that a score and a candidate generator need."""
@@ -256,7 +249,6 @@ class Scorer:
     def _close(self, column: str) -> None:
         self._packed.pop(column, None)
         self._prefix.cache_clear()
-        self._tiers.cache_clear()
 
     def item_vectors(self, representation: str, rows: np.ndarray) -> list[torch.Tensor]:
         """Returns the decoded vectors (N, D) float32 of the given items."""
@@ -381,9 +373,9 @@ class Scorer:
         found: list[np.ndarray] = []
         for steps in generator_steps(options.candidates):
             more: Any = rows
-            numbers = tier_numbers(self._index, columns, steps, options.k, options.num_candidates)
-            for step, nums in zip(steps, numbers, strict=True):
-                more = self._generate(step, columns[step], queries, options, more, nums)
+            numbers = step_numbers(self._index, columns, steps, options.k, options.num_candidates)
+            for step, num in zip(steps, numbers, strict=True):
+                more = self._generate(step, columns[step], queries, options, more, num)
             found = [np.union1d(*pair) for pair in zip(found, more, strict=True)] if found else more
         if any(len(candidates) < options.k for candidates in found):
             all_rows = np.arange(len(self._items)) if rows is None else rows
@@ -397,12 +389,11 @@ class Scorer:
         queries: Queries,
         options: SearchOptions,
         rows: Rows | list[np.ndarray],
-        nums: Sequence[int],
+        num: int,
     ) -> list[np.ndarray]:
         """Finds the items whose codes match each query best, and those without a code.
 
-        `nums` are the numbers of items that the tiers find. `rows` can be a list with the items of
-        each query, which another generator found.
+        `rows` can be a list with the items of each query, which another generator found.
         """
         uncoded, unscored = self._uncoded(column, options)
         coded = rows
@@ -413,8 +404,8 @@ class Scorer:
             coded = np.setdiff1d(all_rows, unscored, assume_unique=True)
         groups = self._items.parent_codes if options.group_by else None
         found = [
-            best_rows(scores, items, nums[-1], groups)
-            for items, scores in self._approximate(generator, column, queries, coded, nums, groups)
+            best_rows(scores, items, num, groups)
+            for items, scores in self._approximate(generator, column, queries, coded, num, groups)
         ]
         if len(uncoded):
             parts = rows if isinstance(rows, list) else [rows]
@@ -429,7 +420,7 @@ class Scorer:
         column: str,
         queries: Queries,
         rows: Rows | list[np.ndarray],
-        nums: Sequence[int],
+        num: int,
         groups: np.ndarray | None,
     ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
         """Yields the items whose codes can be among the best for each query, and their scores."""
@@ -443,31 +434,25 @@ class Scorer:
             assert queries.pooled is not None
             tokens = list(queries.pooled[:, None])
         else:
-            tokens = self._index.generator(column).queries(queries.tokens)
-        *more, vectors = self._tiers(self.packed(column))
-        num_rows = len(vectors) if rows is None else len(rows)
-        is_single = len(tokens) < MIN_PANEL and vectors.device.type == "cpu"
-        for sketches in more if is_single and not isinstance(rows, list) else []:
-            if num_rows >= nums[0] * MIN_SKETCHES:
-                tokens_of_sketches = _transformed(tokens, sketches)
-                found = _best_scores(tokens_of_sketches, sketches, nums[0], rows, groups)
-                rows = [best_rows(scores, items, nums[0], groups) for items, scores in found]
-        yield from _best_scores(_transformed(tokens, vectors), vectors, nums[-1], rows, groups)
+            tokens = self._code_queries(column, queries)
+        yield from _best_scores(tokens, self.packed(column), num, rows, groups)
 
-    def ranks(
-        self, queries: Queries, column: str, rows: Sequence[np.ndarray]
-    ) -> list[list[np.ndarray]]:
-        """Returns the ranks (R,) of some items of each query by each tier of a generator's column.
+    def _code_queries(self, column: str, queries: Queries) -> list[torch.Tensor]:
+        """Returns the queries in the form in which they are compared with codes."""
+        fitted = self._index.generator(column)
+        transform = fitted.codec.transform_queries
+        return [transform(tokens) for tokens in fitted.queries(queries.tokens)]
+
+    def ranks(self, queries: Queries, column: str, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the ranks (R,) of some items of each query by the scores of their codes.
 
         Items with equal scores have the worst of their ranks, and those without a code rank 0.
         """
-        tokens = self._index.generator(column).queries(queries.tokens)
-        ranks: list[list[np.ndarray]] = [[] for _ in rows]
-        for tier in self._tiers(self.packed(column)):
-            scores_QB = _maxsim(_transformed(tokens, tier), tier, None).numpy(force=True)
-            for of_query, scores_B, items in zip(ranks, scores_QB, rows, strict=True):
-                num_below = np.searchsorted(np.sort(scores_B), scores_B[items])
-                of_query.append((len(scores_B) - num_below) * (scores_B[items] > -np.inf))
+        scores_QB = _maxsim(self._code_queries(column, queries), self.packed(column), None)
+        ranks = []
+        for scores_B, items in zip(scores_QB.numpy(force=True), rows, strict=True):
+            num_below = np.searchsorted(np.sort(scores_B), scores_B[items])
+            ranks.append((len(scores_B) - num_below) * (scores_B[items] > -np.inf))
         return ranks
 
     def _nums_candidates(self, options: SearchOptions) -> list[int]:
@@ -476,7 +461,7 @@ class Scorer:
         columns = generator_columns(self._index, info, options.candidates)
         given = options.k, options.num_candidates
         members = generator_steps(options.candidates)
-        return [tier_numbers(self._index, columns, steps, *given)[-1][-1] for steps in members]
+        return [step_numbers(self._index, columns, steps, *given)[-1] for steps in members]
 
     def _bm25_scores(
         self, column: str, queries: Queries, rows: np.ndarray | None
@@ -634,18 +619,6 @@ def fuse(ranking: Ranking, options: SearchOptions) -> Ranking:
     order = np.argsort(np.argsort(np.array(ranking.item_ids, object)))
     best = top_rows(scores, None, order, options.k, groups)
     return replace(ranking, scores=scores.tolist()).take(best.tolist())
-
-
-def _tiers(packed: PackedVectors) -> list[PackedVectors]:
-    """Returns the sketches of vectors, if they have any, and the vectors."""
-    codec = packed.codec
-    if not isinstance(codec, Sketched):
-        return [packed]
-    return [packed.part(codec.sketches, SKETCH), packed.part(codec.vectors)]
-
-
-def _transformed(queries: Sequence[torch.Tensor], packed: PackedVectors) -> list[torch.Tensor]:
-    return [packed.codec.transform_queries(tokens) for tokens in queries]
 
 
 def _best_scores(

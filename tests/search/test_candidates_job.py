@@ -157,7 +157,7 @@ def test_steps_select_among_the_items_of_the_step_before(built, step, monkeypatc
     def approximate(name: str, query: np.ndarray) -> np.ndarray:
         column = f"full_{name}_1_candidates"
         (tokens,) = searcher.index.generator(column).queries(searcher.queries([query]).tokens)
-        packed = searcher.scorer._tiers(searcher.scorer.packed(column))[-1]
+        packed = searcher.scorer.packed(column)
         return maxsim([packed.codec.transform_queries(tokens)], packed)[0].numpy()
 
     rows = np.arange(0, NUM_ITEMS, step)

@@ -16,9 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline import config
-from pipeline.compression.codecs.bits import Bits
 from pipeline.compression.codecs.int8 import Int8
-from pipeline.compression.codecs.sketched import Sketched
 from pipeline.config import SpecError
 from pipeline.search.generators import Generator, Sample
 
@@ -29,8 +27,6 @@ MAX_SIMILARITIES, MAX_MAXIMA = 1 << 21, 1 << 23
 NUM_REDUCTION_ITEMS = 4096
 #: Default maximum dimension of a code.
 DEFAULT_DIMS = 192
-#: Maximum dimension of codes with a sketch, whose rotation has the square of it as its size.
-MAX_SKETCH_DIMS = 2048
 #: Maximum norm of the gradient of the network.
 MAX_GRADIENT_NORM = 0.5
 
@@ -100,12 +96,11 @@ class Lemur(Generator["Lemur.Spec"]):
                 raise SpecError("num_dims", self.num_dims, rule)
             return self
 
+    codec = Int8(Int8.Spec())
+
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray]):
         super().__init__(spec, artefact)
         self._tensors: dict[torch.device, dict[str, torch.Tensor]] = {}
-        # Artefacts of former versions have no rotation, nor do those of long codes.
-        sketch = {name: array for name, array in artefact.items() if name == "rotation"}
-        self._codec = Sketched(Sketched.Spec(), sketch) if sketch else Int8(Int8.Spec())
 
     @classmethod
     def fit(cls, spec: Spec, sample: Sample) -> dict[str, np.ndarray]:
@@ -116,7 +111,6 @@ class Lemur(Generator["Lemur.Spec"]):
             token maxima of an item to its code; `mean` (H,) and `scale` (H,) of the features;
             `projection` (F, R), which maps the features of a query; and the weights of the
             features: `weight` (D, H), and for "mlp" `bias`, `norm_weight` and `norm_bias` (H,).
-            `rotation` (R, R) of the sketches, whose first row is the first axis, if R is not large.
 
         Raises:
             SpecError: The sample has no items, or fewer query tokens than features, so that the
@@ -163,16 +157,7 @@ class Lemur(Generator["Lemur.Spec"]):
             "operator": reduction_FR.T @ operator_FS,
             "offset": coefficients_NF.mean(dim=0) @ reduction_FR,
         }
-        artefact = {name: array.float().cpu().numpy() for name, array in arrays.items()}
-        if _num_dims(spec) <= MAX_SKETCH_DIMS:
-            first_axis_1R = np.eye(1, _num_dims(spec), dtype=np.float32)
-            artefact |= Bits.fit(Bits.Spec(), first_axis_1R, spec.seed)
-        return artefact
-
-    @property
-    def codec(self) -> Sketched | Int8:
-        """Codec of the codes, which are int8, with sketches that are compared first."""
-        return self._codec
+        return {name: array.float().cpu().numpy() for name, array in arrays.items()}
 
     @property
     def dim(self) -> int:

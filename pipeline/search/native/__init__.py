@@ -50,6 +50,7 @@ from pipeline.compression.codecs.centroid_codes import CentroidCodes
 from pipeline.search.native.documents import (
     BITS,
     CODES,
+    DENSE_KINDS,
     FLOAT_KINDS,
     INT8,
     Documents,
@@ -179,7 +180,7 @@ def score(
     """
     documents = Documents.select(packed, rows)
     query_of_M = torch.repeat_interleave(query_lengths)
-    for subset, form in _subsets(query_lengths, documents):
+    for subset, form in _subsets(query_lengths, documents.kind):
         is_all = len(subset) == len(query_lengths)
         part_qR = out_QR if is_all else torch.empty(len(subset), out_QR.shape[1])
         tokens_mD = query_MD if is_all else query_MD[torch.isin(query_of_M, subset)]
@@ -220,7 +221,7 @@ def select(
         documents = Documents.select(packed, part)
         if not len(documents):
             continue
-        for subset, form in _subsets(lengths[index], documents):
+        for subset, form in _subsets(lengths[index], documents.kind):
             members = index[subset]
             is_single = documents.kind == INT8 and documents.longest <= 1 and level != LEVELS[0]
             if form == ROWS and is_single and len(members) >= MIN_PANEL:
@@ -291,11 +292,9 @@ def best(
     return best_RM, index_RM
 
 
-def _subsets(
-    query_lengths: torch.Tensor, documents: Documents
-) -> Iterator[tuple[torch.Tensor, int]]:
+def _subsets(query_lengths: torch.Tensor, kind: int) -> Iterator[tuple[torch.Tensor, int]]:
     """Yields the indices of the queries of one token and those of the others, with their form."""
-    has_one_token = (query_lengths == 1) & documents.has_rows
+    has_one_token = (query_lengths == 1) & (kind in DENSE_KINDS)
     for form in (ROWS, TOKENS):
         subset = torch.nonzero(has_one_token == (form == ROWS)).flatten()
         if len(subset):
@@ -345,18 +344,13 @@ class _Queries:
         )
 
     @classmethod
-    def rows(cls, query_QD: torch.Tensor, codec: Codec, kind: int, form: int) -> _Queries:
+    def rows(cls, query_QD: torch.Tensor, kind: int, form: int) -> _Queries:
         """Packs queries of one token as rows, or as panels.
 
         The scores of both forms are equal, because the products are exact.
         """
         num_queries, dim = query_QD.shape
         bounds = np.arange(num_queries + 1)
-        if isinstance(codec, Bits):
-            query = codec.split_queries(query_QD)
-            values = functional.pad(query.values_QD, (0, -dim % 64)).to(torch.int8)
-            offsets = query.projections_Q / query.scales_Q
-            return cls(values, query.scales_Q, bounds, num_queries, form, offsets)
         if kind != INT8:
             return cls(query_QD.contiguous(), None, bounds, num_queries, form)
         # The sum of the products with int8 values must not exceed 31 bits.
@@ -506,7 +500,7 @@ class _Calls:
         for first, bounds in _groups(query_lengths, max_tokens):
             tokens_MD = query_MD[bounds[0] : bounds[-1]]
             if form != TOKENS:
-                queries = _Queries.rows(tokens_MD, documents.codec, documents.kind, form)
+                queries = _Queries.rows(tokens_MD, documents.kind, form)
             else:
                 queries = _Queries.pack(
                     tokens_MD, documents.codec, documents.kind, number, bounds - bounds[0]

@@ -57,18 +57,6 @@ static inline void decode_int8(const int8_t* in, int dim, float* out) {
     for (int d = 0; d < dim; ++d) out[d] = in[d];
 }
 
-#if LEVEL >= AVX512
-// Returns up to 64 bits as a mask.
-static inline __mmask64 load_mask(const uint8_t* bits, int64_t size) {
-    uint64_t mask = 0;
-    if (size >= 8)
-        memcpy(&mask, bits, 8);
-    else
-        memcpy(&mask, bits, size);
-    return mask;
-}
-#endif
-
 // Expands the codes of a row to the integers 2 code - (2^bits - 1), or 2 code if unsigned. The order is that of the bit
 // positions: first the lowest code of every byte, then the next one. Queries are packed in the same
 // order, because no byte has to move. One bit is a mask with AVX-512, so that the order is that of the
@@ -85,8 +73,11 @@ static inline void expand(const Documents& docs, int64_t row, Value* out) {
 #if LEVEL >= AVX512
     if (bits == 1 && sizeof(Value) == 1) {
         const __m512i low = _mm512_set1_epi8(char(-top)), high = _mm512_set1_epi8(char(2 - top));
-        for (int64_t i = 0; i < size; i += 8)
-            _mm512_storeu_si512(out + 8 * i, _mm512_mask_blend_epi8(load_mask(in + i, size - i), low, high));
+        for (int64_t i = 0; i < size; i += 8) {
+            uint64_t ones = 0;
+            memcpy(&ones, in + i, std::min<int64_t>(8, size - i));
+            _mm512_storeu_si512(out + 8 * i, _mm512_mask_blend_epi8(ones, low, high));
+        }
         return;
     }
 #endif
@@ -850,19 +841,6 @@ static inline float dot(const Row* row, const float* query, int dim) {
     return sum;
 }
 
-// Prefetches the first row of a later document of a selection, whose documents are not contiguous.
-static inline void prefetch_row(const Documents& docs, int64_t document) {
-    constexpr int64_t AHEAD = 16;
-    if (document + AHEAD >= docs.count ||
-        docs.starts[document + 1] == docs.starts[document] + docs.lengths[document])
-        return;
-    const int64_t row = docs.starts[document + AHEAD];
-    const char* from = (const char*)docs.values + row * docs.row_bytes;
-    for (int64_t at = 0; at < docs.row_bytes; at += 64) __builtin_prefetch(from + at);
-    __builtin_prefetch(docs.kind == BITS ? (const void*)(docs.half_scales + row)
-                                         : (const void*)(docs.scales + row));
-}
-
 // Writes the scores of documents `from` to `to`. `scales` are those of the rows, or null.
 template <class Row, class Query>
 static void score_one_query(const Documents& docs, const float* scales, int64_t from, int64_t to,
@@ -873,7 +851,6 @@ static void score_one_query(const Documents& docs, const float* scales, int64_t 
     for (int64_t document = from; document < to; ++document) {
         const int64_t first = starts[document], last = first + lengths[document];
         float best = LOWEST;
-        if (scales) prefetch_row(docs, document);
         for (int64_t row = first; row < last; ++row) {
             const float x = dot(values + row * dim, query, dim);
             best = std::max(best, scales ? x * scales[row] : x);
@@ -883,117 +860,16 @@ static void score_one_query(const Documents& docs, const float* scales, int64_t 
 }
 
 // Panels would multiply 32 tokens. A block of documents stays in the cache for all queries.
-constexpr int64_t DOCUMENTS_PER_BLOCK = 128;
-
 template <class Row, class Query>
 static void score_one_token(const Documents& docs, const Queries& queries, const Output& output) {
+    constexpr int64_t BLOCK = 128;
     const float* scales = docs.kind == INT8 ? docs.scales : nullptr;
-    for (int64_t from = 0; from < docs.count; from += DOCUMENTS_PER_BLOCK)
+    for (int64_t from = 0; from < docs.count; from += BLOCK)
         for (int64_t q = 0; q < queries.count; ++q)
             score_one_query<Row, Query>(
-                docs, scales, from, std::min(from + DOCUMENTS_PER_BLOCK, docs.count),
+                docs, scales, from, std::min(from + BLOCK, docs.count),
                 (const Query*)queries.packed + q * docs.dim, queries.scales ? queries.scales[q] : 1,
                 output.scores + q * output.stride);
-}
-
-// Adds the values of a query whose bits are set. The query is padded to a multiple of 64 values.
-static inline int add_selected(const uint8_t* bits, int64_t size, const int8_t* query) {
-#if LEVEL >= AVX512
-    const __m512i ones = _mm512_set1_epi8(1);
-    __m512i sums = _mm512_setzero_si512();
-    for (int64_t at = 0; at < size; at += 8) {
-        const __m512i selected =
-            _mm512_maskz_loadu_epi8(load_mask(bits + at, size - at), query + 8 * at);
-        sums = _mm512_dpbusd_epi32(sums, ones, selected);
-    }
-    return _mm512_reduce_add_epi32(sums);
-#elif LEVEL >= AVX2
-    const __m256i ones = _mm256_set1_epi8(1), pairs = _mm256_set1_epi16(1);
-    const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
-    const __m256i byte = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,
-                                          2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
-    __m256i sums = _mm256_setzero_si256();
-    for (int64_t at = 0; at < size; at += 4) {
-        int32_t four = 0;
-        if (size - at >= 4)
-            memcpy(&four, bits + at, 4);
-        else
-            memcpy(&four, bits + at, size - at);
-        const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(four), byte);
-        const __m256i mask = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
-        const __m256i values = _mm256_loadu_si256((const __m256i*)(query + 8 * at));
-        const __m256i two = _mm256_maddubs_epi16(ones, _mm256_and_si256(mask, values));
-        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(two, pairs));
-    }
-    integers all;
-    memcpy(&all, &sums, sizeof(all));
-    int sum = 0;
-    for (int lane = 0; lane < LANES; ++lane) sum += all[lane];
-    return sum;
-#else
-    int sum = 0;
-    for (int64_t at = 0; at < size; ++at)
-        for (int i = 0; i < 8; ++i) sum += query[8 * at + i] & -(bits[at] >> i & 1);
-    return sum;
-#endif
-}
-
-// Converts a float16 number.
-static inline float half_value(uint16_t bits) {
-#if LEVEL >= AVX2
-    return _cvtsh_ss(bits);
-#else
-    return half_bits(bits);
-#endif
-}
-
-// Scores rows of one bit per dimension, whose integers are 2 bit - 1.
-static void score_one_token_bits(const Documents& docs, const Queries& queries,
-                                 const Output& output) {
-    const int64_t size = docs.row_bytes;
-    const auto* bits = (const uint8_t*)docs.values;
-    float scales[DOCUMENTS_PER_BLOCK], projections[DOCUMENTS_PER_BLOCK];
-    int sums[DOCUMENTS_PER_BLOCK];
-    std::vector<int> totals(queries.count);
-    for (int64_t q = 0; q < queries.count; ++q)
-        for (int d = 0; d < docs.dim; ++d)
-            totals[q] += ((const int8_t*)queries.packed)[q * up(docs.dim, 64) + d];
-    for (int64_t from = 0; from < docs.count; from += DOCUMENTS_PER_BLOCK) {
-        const int64_t to = std::min(from + DOCUMENTS_PER_BLOCK, docs.count), count = to - from;
-        const int64_t *starts = docs.starts + from, *lengths = docs.lengths + from;
-        int64_t num_others = 0;  // documents that are not the next vector
-        for (int64_t i = 0; i < count; ++i)
-            num_others += (lengths[i] != 1) | (starts[i] != starts[0] + i);
-        if (num_others == 0) {
-            decode_half(docs.half_scales + starts[0], int(count), scales);
-            decode_half(docs.projections + starts[0], int(count), projections);
-        }
-        for (int64_t q = 0; q < queries.count; ++q) {
-            const int8_t* query = (const int8_t*)queries.packed + q * up(docs.dim, 64);
-            const float offset = queries.offsets[q], query_scale = queries.scales[q];
-            float* scores = output.scores + q * output.stride + from;
-            const int total = totals[q];
-            if (num_others == 0) {
-                for (int64_t i = 0; i < count; ++i)
-                    sums[i] = add_selected(bits + (starts[0] + i) * size, size, query);
-                for (int64_t i = 0; i < count; ++i)
-                    scores[i] = std::fma(float(2 * sums[i] - total), scales[i],
-                                         projections[i] * offset) * query_scale;
-                continue;
-            }
-            for (int64_t i = 0; i < count; ++i) {
-                float best = LOWEST;
-                prefetch_row(docs, from + i);
-                for (int64_t row = starts[i]; row < starts[i] + lengths[i]; ++row) {
-                    const int sum = add_selected(bits + row * size, size, query);
-                    const float x = std::fma(float(2 * sum - total), half_value(docs.half_scales[row]),
-                                             half_value(docs.projections[row]) * offset);
-                    best = std::max(best, x);
-                }
-                scores[i] = best * query_scale;
-            }
-        }
-    }
 }
 
 static void score_one_token(const Documents& docs, const Queries& queries, const Output& output) {
@@ -1001,7 +877,6 @@ static void score_one_token(const Documents& docs, const Queries& queries, const
         case FLOAT32: return score_one_token<float, float>(docs, queries, output);
         case FLOAT16: return score_one_token<Half, float>(docs, queries, output);
         case BFLOAT16: return score_one_token<Bfloat, float>(docs, queries, output);
-        case BITS: return score_one_token_bits(docs, queries, output);
         default: return score_one_token<int8_t, int16_t>(docs, queries, output);
     }
 }

@@ -22,7 +22,7 @@ from pipeline.search.packed import PackedVectors, Segment
 #: Numbers of the kinds of vectors in the library.
 FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 INT8, BITS, RESIDUAL, CODES = 3, 4, 5, 6
-#: Kinds for which the library has a function for queries of one token, besides bits of one bit.
+#: Kinds for which the library has a function for queries of one token.
 DENSE_KINDS = frozenset([*FLOAT_KINDS.values(), INT8])
 
 _CODEC_KINDS = {
@@ -171,13 +171,6 @@ class Documents:
     def codec(self) -> Codec:
         """Codec of the vectors."""
         return self.segments[0].codec
-
-    @property
-    def has_rows(self) -> bool:
-        """True if the library has a function for queries of one token."""
-        if self.kind != BITS or not self.segments:
-            return self.kind in DENSE_KINDS
-        return self.codec.spec.bits == 1
 
     def runs(self, max_runs: int, min_tokens: int) -> Iterator[tuple[int, int]]:
         """Yields runs (first, last + 1) of documents with similar numbers of tokens."""

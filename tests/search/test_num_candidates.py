@@ -1,17 +1,15 @@
-"""Numbers of items that tiers keep, and searches through sketches, against a literal search."""
+"""Measured numbers of candidates against a literal search, and searches of degenerate indexes."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from pipeline import Index
 from pipeline.index.reader import IndexReader
-from pipeline.search import candidates, score, tiers
-from pipeline.search.candidates import Numbers
-from pipeline.search.native import MIN_PANEL
-from pipeline.search.tiers import measure, split_queries
+from pipeline.search import score
+from pipeline.search.candidates import DEPTHS, Numbers
+from pipeline.search.num_candidates import NUM_QUERIES, measure, split_queries
 
 DIM, NUM_ITEMS = 32, 1200
 COLUMN = "full_lemur_1_candidates"
@@ -42,51 +40,13 @@ def index(cluster, tmp_path_factory) -> Index:
     return Index(index.uri)
 
 
-def dequantised(index: Index, prefix: str) -> np.ndarray:
-    """Returns the vectors (B, R) of the sketches or the codes of lemur, read from the column."""
-    generator = index.reader.generator(COLUMN)
-    table = index.reader.dataset.to_table(columns=[COLUMN])
-    parts, _ = generator.codec.unpack(table[COLUMN], generator.dim)
-    codec = generator.codec.sketches if prefix else generator.codec.vectors
-    tensors = {name: torch.from_numpy(parts[prefix + name]) for name in codec.parts(generator.dim)}
-    return codec.dequantise(tensors, generator.dim).numpy()
-
-
-def tier_scores(index: Index, query: np.ndarray) -> list[np.ndarray]:
-    """Returns the scores of the sketches and of the codes of all items in float64."""
+def code_scores(index: Index, query: np.ndarray) -> np.ndarray:
+    """Returns the scores of the codes of lemur of all items, read from the column."""
     generator = index.reader.generator(COLUMN)
     (tokens,) = generator.queries(index.searcher.queries([query]).tokens)
-    codecs = {"sketch_": generator.codec.sketches, "": generator.codec.vectors}
-    return [
-        (dequantised(index, prefix) @ codec.transform_queries(tokens).numpy()[0]).astype(float)
-        for prefix, codec in codecs.items()
-    ]
-
-
-def test_searches_equal_a_literal_selection(index, monkeypatch):
-    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
-    monkeypatch.setattr(score, "MIN_SKETCHES", 1)
-    vectors = items(NUM_ITEMS)
-    for query in queries():
-        by_sketch, by_code = tier_scores(index, query)
-        first = np.argsort(-by_sketch)[: 40 * candidates.SKETCHES]
-        chosen = first[np.argsort(-by_code[first])[:40]]
-        exact = {i: float((query @ vectors[i].T).max(axis=1).sum()) for i in chosen.tolist()}
-        expected = sorted(exact, key=exact.__getitem__, reverse=True)[:8]
-        (hits,) = index.searcher.rank([query], k=8, candidates="lemur", num_candidates=40)
-        assert len({*hits.item_ids} & {f"i{i:04}" for i in expected}) >= 7  # rounding of ties
-
-
-def test_small_batches_find_the_same_items_as_single_queries(index, monkeypatch):
-    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
-    monkeypatch.setattr(score, "MIN_SKETCHES", 1)
-    given = queries(MIN_PANEL - 1)
-    options = {"k": 8, "candidates": "lemur:bits", "num_candidates": 10}
-    monkeypatch.setattr(candidates, "ITEMS_PER_CANDIDATE", 4)
-    batch = index.searcher.rank(given, **options)
-    for query, ranking in zip(given, batch, strict=True):
-        (single,) = index.searcher.rank([query], **options)
-        assert single.scores_by_item() == ranking.scores_by_item()
+    table = index.reader.dataset.to_table(columns=[COLUMN])
+    codes, _ = generator.codec.decode(table[COLUMN], generator.dim)
+    return codes.astype(float) @ generator.codec.transform_queries(tokens).numpy()[0]
 
 
 def test_numbers_have_the_wanted_recall(index, monkeypatch):
@@ -95,17 +55,15 @@ def test_numbers_have_the_wanted_recall(index, monkeypatch):
     given = queries(12)
     numbers = measure(index.reader, COLUMN, given, recall=0.9)
     exact = index.searcher.rank(given, k=100, candidates="exact")
-    for depth, found in zip(candidates.DEPTHS, numbers.tiers, strict=True):
-        for tier, loss in enumerate((0.2, 0.8)):
-            ranks = []
-            for query, ranking in zip(given, exact, strict=True):
-                scores = tier_scores(index, query)[tier]
-                ranks += [(scores >= scores[row] - 1e-4).sum() for row in ranking.rows[:depth]]
-            expected = np.sort(ranks)[int(np.ceil((1 - 0.1 * loss) * len(ranks) - 1e-9)) - 1]
-            assert abs(found[tier] - expected) <= 2
+    for depth, found in zip(DEPTHS, numbers.counts, strict=True):
+        ranks = []
+        for query, ranking in zip(given, exact, strict=True):
+            scores = code_scores(index, query)
+            ranks += [(scores >= scores[row] - 1e-4).sum() for row in ranking.rows[:depth]]
+        assert abs(found - np.sort(ranks)[int(0.9 * len(ranks)) - 1]) <= 2
     info = index.reader.candidates_columns[COLUMN]
     stored = Numbers(**info.numbers)
-    assert stored.items == NUM_ITEMS and stored.recall == 0.98 and stored.tiers[0][1] < NUM_ITEMS
+    assert stored.items == NUM_ITEMS and stored.recall == 0.98 and stored.counts[0] < NUM_ITEMS
     for name in ("lemur", "lemur:bits"):
         hits = index.searcher.rank(queries(30), k=10, candidates=name)
         best = index.searcher.rank(queries(30), k=10, candidates="exact")
@@ -116,7 +74,10 @@ def test_numbers_have_the_wanted_recall(index, monkeypatch):
 def test_past_queries_measure_only_if_there_are_enough():
     few, many = list("ab"), [str(i) for i in range(300)]
     assert split_queries(few) == (few, few)
-    assert split_queries(many) == (many[tiers.NUM_QUERIES :], many[: tiers.NUM_QUERIES])
+    assert split_queries(many) == (
+        many[NUM_QUERIES:],
+        many[:NUM_QUERIES],
+    )
 
 
 SMALL = {

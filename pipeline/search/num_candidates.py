@@ -1,8 +1,7 @@
-"""Numbers of items that candidate generators keep, by their recall of exact results on an index.
+"""Numbers of candidates, by the measured recall of the exact results on an index.
 
-A generator has one tier, or two if its codes have sketches, see `pipeline.compression.codecs`. The
-number of a tier is the smallest such that the items with the best scores contain a wanted share of
-the exact best items of a sample of queries.
+The number of a generator is the smallest such that the items with its best scores contain a wanted
+share of the exact best items of a sample of queries.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import numpy as np
 
 from pipeline.index.isotropy import sample_vectors
 from pipeline.index.reader import IndexReader
-from pipeline.search.candidates import BITS, DEPTHS, EXACT, Numbers
+from pipeline.search.candidates import DEPTHS, EXACT, Numbers
 from pipeline.search.query import AnyQuery
 from pipeline.search.searcher import Searcher
 
@@ -21,9 +20,6 @@ from pipeline.search.searcher import Searcher
 NUM_QUERIES, MIN_GIVEN = 64, 256
 #: Number of queries that are scored together, which bounds the size of the score matrix.
 BATCH = 4
-#: Share of the lost results that the codes of a generator may lose, and that of sketches and of the
-#: generator `bits`, which need fewer items for a small loss.
-FIRST_LOSS, OTHER_LOSS = 0.8, 0.2
 #: Maximum number of items that are searched: one shard of a larger index.
 MAX_ITEMS = 4_000_000
 #: Number of vectors of a query that consists of vectors of items, and the norm of their noise.
@@ -57,19 +53,14 @@ def measure(
     searcher = Searcher(index, shard=(0, shards))
     encoded = searcher.queries(list(queries), representation)
     best = searcher.rank(encoded, representation, k=max(DEPTHS), candidates=EXACT)
-    ranks: list[list[np.ndarray]] = []  # of each query and tier
+    ranks: list[np.ndarray] = []  # of the best items of each query
     for first in range(0, len(encoded), BATCH):
         batch = encoded.part(first, first + BATCH)
         rows = [ranking.rows for ranking in best[first : first + BATCH]]
         ranks += searcher.scorer.ranks(batch, column, rows)
-    tiers = []
-    for depth in DEPTHS:
-        by_tier = [np.concatenate([r[:depth] for r in tier]) for tier in zip(*ranks, strict=True)]
-        last = OTHER_LOSS if info.generator_name == BITS else FIRST_LOSS
-        losses = [OTHER_LOSS] * (len(by_tier) - 1) + [last]
-        pairs = zip(by_tier, losses, strict=True)
-        tiers.append([shards * _number(r, (1 - recall) * loss) for r, loss in pairs])
-    return Numbers(recall, len(index), tiers)
+    loss = 1 - recall
+    counts = [shards * _number(np.concatenate([r[:n] for r in ranks]), loss) for n in DEPTHS]
+    return Numbers(recall, len(index), counts)
 
 
 def _number(ranks: np.ndarray, loss: float) -> int:

@@ -34,18 +34,13 @@ def split_queries(queries: Sequence[AnyQuery]) -> tuple[Sequence[AnyQuery], Sequ
 
 
 def measure(
-    index: IndexReader,
-    column: str,
-    queries: Sequence[AnyQuery],
-    *,
-    recall: float,
+    index: IndexReader, column: str, queries: Sequence[AnyQuery], *, recall: float
 ) -> Numbers | None:
     """Measures the numbers of the generator of a column with given queries.
 
     Without any, they are vectors of items with noise. Returns None if no item has any.
     """
-    info = index.candidates_columns[column]
-    representation = info.representation
+    representation = index.candidates_columns[column].representation
     queries = queries or item_queries(index, representation)
     if not queries:
         return None

@@ -117,11 +117,10 @@ def test_scores_of_a_few_or_many_queries_are_equal(backend, codec, monkeypatch):
 
 
 @pytest.mark.skipif(not native.available(), reason="the library is not built")
-@pytest.mark.parametrize("codec", ["int8", "bits"])
-def test_levels_find_equal_items_and_scores(codec, monkeypatch):
+def test_levels_find_equal_items_and_scores(monkeypatch):
     monkeypatch.setattr(module, "SAMPLE", 16)
     for lengths, num_tokens in (([1] * 900, 1), ([3, 0, 40] * 100, 1)):
-        items, tokens = packed(lengths, codec=codec), queries([num_tokens] * 33)
+        items, tokens = packed(lengths), queries([num_tokens] * 33)
         generic, *others = (best_scores(tokens, items, 9, backend=b) for b in native.available())
         for found in others:
             for pair, expected in zip(found, generic, strict=True):

@@ -6,7 +6,7 @@ maxray status s3://bucket/cranfield --watch
 maxray status out/cranfield/index --rejects
 
 `cosine` is the mean cosine of different vectors. From about 0.5, the vectors share a direction, for
-which the codec `bits` and the generators `lemur` and `pq` allow.
+which the codec `bits` and the generators `lemur` and `bits` allow.
 
 The cache is that of this machine: packed vectors of searches of this index, of all indexes, and
 the limit (MAXRAY_CACHE_BYTES) beyond which the longest unused files are removed.
@@ -151,6 +151,9 @@ def format_status(summary: dict[str, Any]) -> str:
         coded = f"{codes['coded']:,} of {codes['items']:,} items have codes"
         name = f"{codes['generator']} for {codes['representation']}"
         lines.append(f"candidates: {name}, revision {codes['revision']}, {coded}")
+        if numbers := codes["numbers"]:
+            counts = " and ".join(f"{count:,}" for count in numbers["counts"])
+            lines.append(f"  {counts} candidates for 10 and 100 hits, recall {numbers['recall']:g}")
     if summary["taps"]:
         lines.append(f"attention statistics: {', '.join(summary['taps'])}")
     if tokens := summary["rerank_tokens"]:

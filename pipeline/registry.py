@@ -284,11 +284,12 @@ CODECS: Registry[Codec[Any]] = Registry(
 CANDIDATES: Registry[Generator[Any] | Bm25] = Registry(
     "candidates",
     {
+        "bits": "pipeline.search.generators.bits:BitVectors",
         "bm25": "pipeline.search.generators.bm25:Bm25",
         "centroids": "pipeline.search.generators.centroids:Centroids",
         "lemur": "pipeline.search.generators.lemur:Lemur",
-        "pq": "pipeline.search.generators.pq:Pq",
     },
+    {"pq": "was replaced by bits: add candidates with that generator"},
 )
 RERANKERS: Registry[Reranker[Any]] = Registry(
     "rerankers",

@@ -113,7 +113,7 @@ class CandidatesScan:
     """Rows of one candidate generator and representation.
 
     Attributes:
-        generator: Candidate generator, such as `lemur:pq`.
+        generator: Candidate generator, such as `lemur:bits`.
     """
 
     generator: str

@@ -362,6 +362,7 @@ class CandidatesInfo:
         fitted: Identity of this column, see `RepresentationInfo.sources`.
         artefact: Hash of the fitted state of the generator.
         revision: Number of the fit. A refit has the next number.
+        numbers: Fields of `pipeline.search.candidates.Numbers`, or None if they were not measured.
     """
 
     name: str
@@ -370,6 +371,7 @@ class CandidatesInfo:
     fitted: dict[str, Any]
     artefact: str
     revision: int
+    numbers: dict[str, Any] | None = None
 
     @property
     def generator_name(self) -> str:
@@ -391,7 +393,8 @@ class CandidatesInfo:
         stored = column_metadata(schema.field(name))
         try:
             keys = ("generator", "representation", "fitted", "artefact", "revision")
-            return cls(name, **{key: stored[key] for key in keys})
+            fields = {key: stored[key] for key in keys}
+            return cls(name, **fields, numbers=stored.get("numbers"))
         except (KeyError, TypeError, ValidationError) as error:
             raise _malformed(name, error) from None
 
@@ -400,6 +403,7 @@ class CandidatesInfo:
         return {
             "format_version": FORMAT_VERSION,
             "role": "candidates",
+            "numbers": self.numbers,
             "generator": self.generator,
             "representation": self.representation,
             "fitted": self.fitted,

@@ -137,6 +137,7 @@ def candidates_stats(index: IndexReader) -> list[dict[str, Any]]:
             "representation": info.representation,
             "generator": info.generator_name,
             "revision": info.revision,
+            "numbers": info.numbers,
             "coded": index.dataset.count_rows(f"`{info.name}` IS NOT NULL"),
             "items": index.dataset.count_rows(f"`{info.representation}` IS NOT NULL"),
         }

@@ -166,6 +166,12 @@ class IndexWriter:
             if fields:
                 self._apply(lambda: self.dataset.add_columns(pa.schema(fields)))
 
+    def set_metadata(self, column: pa.Field) -> None:
+        """Replaces the metadata of a column."""
+        metadata = {key.decode(): value.decode() for key, value in column.metadata.items()}
+        with self._lock:
+            self._apply(lambda: self.dataset.update_field_metadata({column.name: metadata}))
+
     def drop_columns(self, names: Sequence[str] | None = None) -> None:
         """Drops columns in a single commit. Defaults to all columns except those of the items."""
         if names is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.config import SpecError
 
@@ -27,14 +27,62 @@ SINGLE = "single"
 BM25 = "bm25"
 #: Separators of the generators of a union, and of the steps of one of its members.
 UNION, STEP = "+", ":"
-#: Number of items that a step finds per candidate, if another step follows.
+#: Number of items that a step finds per candidate if another step follows, unless it was measured.
 ITEMS_PER_CANDIDATE = 32
+#: Numbers of hits for which numbers of items are measured.
+DEPTHS = (10, 100)
 #: Default minimum number of candidates, and their number per hit. On 117,659 definitions, `lemur`
 #: then finds 97 % of the 100 best items.
 MIN_CANDIDATES, CANDIDATES_PER_HIT = 1000, 16
 #: One of this many items is a candidate by default if that is more. A million derived items need
 #: 25,600 candidates of `lemur` for a recall of the 10 best items of 0.95; 1,600 find 0.68.
 ITEMS_PER_DEFAULT_CANDIDATE = 40
+
+
+class Numbers(NamedTuple):
+    """Numbers of items that a generator finds, see `pipeline.search.num_candidates`.
+
+    Attributes:
+        recall: Wanted share of the exact results.
+        items: Number of items of the index when they were measured.
+        counts: Number of found items for each of `DEPTHS`.
+    """
+
+    recall: float
+    items: int
+    counts: list[int]
+
+    def for_hits(self, k: int, num_items: int) -> int:
+        """Returns the number for k hits in an index that may have grown since.
+
+        >>> Numbers(0.98, 1000, [50, 150]).for_hits(200, 2000)
+        600
+        """
+        depth = next((i for i, depth in enumerate(DEPTHS) if k <= depth), len(DEPTHS) - 1)
+        factor = max(1, num_items / max(self.items, 1)) * max(1, k / DEPTHS[depth])
+        return max(k, round(factor * self.counts[depth]))
+
+
+def default_number(k: int, num_items: int, *, has_steps: bool) -> int:
+    """Returns the default number of candidates for k hits if it was not measured."""
+    share = 0 if has_steps else num_items // ITEMS_PER_DEFAULT_CANDIDATE
+    return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * k, share)
+
+
+def step_numbers(
+    index: IndexReader, columns: dict[str, str], steps: list[str], k: int, num: int | None
+) -> list[int]:
+    """Returns the number of items that each step finds.
+
+    They are the measured ones, unless `num`, that of the last step, is given or they are unknown.
+    """
+    stored = [index.candidates_columns.get(columns[step]) for step in steps]
+    measured = [info.numbers for info in stored if info is not None and info.numbers]
+    if num is None and len(measured) == len(steps):
+        return [Numbers(**numbers).for_hits(k, len(index)) for numbers in measured]
+    if num is None:
+        num = default_number(k, len(index), has_steps=len(steps) > 1)
+    return [num * ITEMS_PER_CANDIDATE] * (len(steps) - 1) + [num]
 
 
 def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:
@@ -80,8 +128,8 @@ def _is_slow(index: IndexReader, info: RepresentationInfo, device: str) -> bool:
 def generator_steps(candidates: str) -> list[list[str]]:
     """Returns the generators of the steps of each member of a union.
 
-    >>> generator_steps("lemur:pq+bm25")
-    [['lemur', 'pq'], ['bm25']]
+    >>> generator_steps("lemur:bits+bm25")
+    [['lemur', 'bits'], ['bm25']]
     """
     return [member.split(STEP) for member in candidates.split(UNION)]
 
@@ -89,7 +137,7 @@ def generator_steps(candidates: str) -> list[list[str]]:
 def generator_columns(
     index: IndexReader, info: RepresentationInfo, candidates: str
 ) -> dict[str, str]:
-    """Returns the columns of the generators of a value such as `lemur:pq+bm25`, by generator.
+    """Returns the columns of the generators of a value such as `lemur:bits+bm25`, by generator.
 
     Raises:
         SpecError: A generator was not built for the representation or for other vectors, occurs

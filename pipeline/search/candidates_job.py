@@ -28,9 +28,10 @@ from pipeline.index.session import Session
 from pipeline.index.stage import Profile, Resources
 from pipeline.registry import CANDIDATES, GeneratorSpec, short_name
 from pipeline.schema import with_metadata
-from pipeline.search.candidates import BM25
+from pipeline.search.candidates import BM25, DEPTHS, Numbers
 from pipeline.search.candidates_sample import draw_sample
 from pipeline.search.isotropy import generator_remark
+from pipeline.search.num_candidates import measure, split_queries
 from pipeline.search.options import representation_info
 from pipeline.search.query import AnyQuery
 
@@ -63,6 +64,9 @@ class CandidatesJobSpec(Spec):
     """Number of token vectors of queries in the sample."""
     fit_seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the sample."""
+    recall: float = Field(0.98, ge=0.5, lt=1)
+    """Wanted recall of the exact results, which determines the numbers of items that searches keep
+    by default. They are measured with the last past queries, or with vectors of the items."""
     commit_fragments: PositiveInt = 8
     """Number of fragments per commit."""
 
@@ -166,7 +170,7 @@ class Candidates(AddedColumns):
             fit, num_items = _fit_texts, len(index)
         report(f"fitting {spec.generator.name} to {num_items:,} items")
         with session.monitor.phase(f"fit {spec.generator.name}"):
-            artefact = session.run(pool, fit, spec, source, list(self.queries))
+            artefact = session.run(pool, fit, spec, source, list(split_queries(self.queries)[0]))
         info = CandidatesInfo(
             name=self.column,
             generator=dump(spec.generator),
@@ -185,11 +189,37 @@ class Candidates(AddedColumns):
         for sentence in _remarks(index, self.column):
             report(sentence)
         info = index.candidates_columns[self.column]
+        if info.representation in index.representations() and info.numbers is None:
+            self._measure(session, index, info, report)
         if info.representation in index.representations() and not self.former:
             report(generator_remark(index, info.representation, info.generator_name))
         if self.former:
             session.writer.drop_columns(self.former)
             report(f"dropped {', '.join(self.former)}")
+
+    def _measure(
+        self,
+        session: Session,
+        index: IndexReader,
+        info: CandidatesInfo,
+        report: Callable[[str], None],
+    ) -> None:
+        """Measures and stores the numbers of items that searches keep."""
+        start = time.perf_counter()
+        queries = list(split_queries(self.queries)[1])
+        with session.monitor.phase(f"measure {info.generator_name}"):
+            numbers = session.run(self.resources.fit, _measure, self.spec, info.name, queries)
+        if numbers is None:
+            return
+        info = replace(info, numbers=numbers._asdict())
+        session.writer.set_metadata(
+            with_metadata(index.schema.field(info.name), info.to_metadata())
+        )
+        pairs = zip(numbers.counts, DEPTHS, strict=True)
+        found = " and ".join(f"{count:,} for {depth} hits" for count, depth in pairs)
+        seconds = time.perf_counter() - start
+        name, recall = info.generator_name, f"{numbers.recall:g}"
+        report(f"{name} needs these candidates for recall {recall}: {found} ({seconds})")
 
 
 def drop(spec: CandidatesJobSpec, *, job: str, report: Callable[[str], None] = log.info) -> None:
@@ -280,6 +310,10 @@ def _fit(
     kind: Any = CANDIDATES.load(spec.generator.name)
     with within("generator"):
         return kind.fit(spec.generator, sample)
+
+
+def _measure(spec: CandidatesJobSpec, column: str, queries: list[AnyQuery]) -> Numbers | None:
+    return measure(IndexReader(spec.index), column, queries, recall=spec.recall)
 
 
 def _fit_texts(spec: CandidatesJobSpec, column: str, queries: object) -> dict[str, np.ndarray]:

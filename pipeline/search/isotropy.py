@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.index.isotropy import mean_cosine, sample_vectors
+from pipeline.index.isotropy import mean_cosine
 from pipeline.index.reader import IndexReader
 from pipeline.search.candidates import EXACT
+from pipeline.search.num_candidates import item_queries
 from pipeline.search.searcher import Searcher
 
-#: Queries that are searched, the vectors of each, and the number of best items that are compared.
-NUM_QUERIES, QUERY_VECTORS, DEPTH = 32, 16, 10
-#: Norm of the noise that is added to the unit vectors of a query.
-NOISE = 1.0
+#: Queries that are searched, and the number of best items that are compared.
+NUM_QUERIES, DEPTH = 32, 10
 #: Maximum number of items that are searched: one shard of a larger index.
 MAX_ITEMS = 50_000
 #: Share of the exact results below which a generator is said to lose them.
@@ -24,14 +23,7 @@ def kept_by(searcher: Searcher, representation: str, candidates: str, seed: int 
 
     Queries are vectors of items with noise. The number of candidates is the default.
     """
-    vectors_TD, lengths_B = sample_vectors(searcher.index, representation, NUM_QUERIES)
-    rng = np.random.default_rng(seed)
-    queries = []
-    for vectors_ND in np.split(vectors_TD, np.cumsum(lengths_B)[:-1]):
-        chosen_MD = vectors_ND[rng.permutation(len(vectors_ND))[:QUERY_VECTORS]]
-        noise_MD = rng.standard_normal(chosen_MD.shape) / np.sqrt(chosen_MD.shape[1])
-        if len(chosen_MD):
-            queries.append((chosen_MD + NOISE * noise_MD).astype(np.float32))
+    queries = item_queries(searcher.index, representation, NUM_QUERIES, seed)
     if not queries:
         return 1.0
     exact, found = (

@@ -11,13 +11,11 @@ from pipeline.defaults import SCORE
 from pipeline.search.candidates import (
     AUTO,
     BM25,
-    CANDIDATES_PER_HIT,
     EXACT,
-    ITEMS_PER_DEFAULT_CANDIDATE,
-    MIN_CANDIDATES,
     SINGLE,
     STEP,
     default_candidates,
+    default_number,
     generator_columns,
     generator_steps,
     generators,
@@ -172,8 +170,9 @@ class SearchOptions(Spec):
     than about 2 million vectors, otherwise `exact`. A server may have another default."""
     num_candidates: int | None = Field(None, ge=1)
     """Number of candidates per query, shard and generator, at least `k`. A generator before `:`
-    finds 32 times as many. Default: the largest of 1,000, 16 `k` and, without `:`, a fortieth of
-    the items, unless the settings of a server name another."""
+    finds 32 times as many. Default: the number that was measured for the wanted recall when the
+    generator was built, unless the settings of a server name another. For former columns, it is the
+    largest of 1,000, 16 `k` and, without `:`, a fortieth of the items."""
     rerank: RerankStages = None
     """Reranking of the hits: a stage, or several in a row. If null, hits are not reranked."""
     explain: Literal["matches", "map"] | None = None
@@ -218,8 +217,7 @@ class SearchOptions(Spec):
         """Returns the number of candidates per query in an index with this number of items."""
         if self.num_candidates is not None:
             return self.num_candidates
-        share = 0 if STEP in self.candidates else num_items // ITEMS_PER_DEFAULT_CANDIDATE
-        return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * self.k, share)
+        return default_number(self.k, num_items, has_steps=STEP in self.candidates)
 
     def first_stage(self, top: int = 0) -> SearchOptions:
         """Returns the options of the first stage, which finds the items to rerank.

@@ -37,10 +37,10 @@ from pipeline.search.cache import packed_column
 from pipeline.search.candidates import (
     BM25,
     EXACT,
-    ITEMS_PER_CANDIDATE,
     SINGLE,
     generator_columns,
     generator_steps,
+    step_numbers,
 )
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
 from pipeline.search.generators.bm25 import Postings, encode
@@ -178,8 +178,7 @@ class Scorer:
         columns = generator_columns(self._index, info, options.candidates)
         members = generator_steps(options.candidates)
         codes = [self.codes(columns[steps[0]]) for steps in members]
-        per_query = options.candidates_per_query(len(self._index))
-        num_candidates = min(len(members) * per_query, len(packed))
+        num_candidates = min(sum(self._nums_candidates(options)), len(packed))
         share = num_candidates / max(len(packed), 1)
         return sum(opened.num_vectors for opened in codes) + int(share * packed.num_vectors)
 
@@ -260,7 +259,7 @@ class Scorer:
         """Checks whether all selected items are scored, not only the candidates of a generator."""
         if options.candidates == EXACT:
             return True
-        number = options.candidates_per_query(len(self._index))
+        number = max(self._nums_candidates(options))
         if rows is None:
             return len(self._items) <= number
         return len(rows) <= max(number, EXACT_ITEMS)
@@ -371,13 +370,12 @@ class Scorer:
         """
         info = self._index.representation(options.column)
         columns = generator_columns(self._index, info, options.candidates)
-        num = options.candidates_per_query(len(self._index))
         found: list[np.ndarray] = []
-        for first, *steps in generator_steps(options.candidates):
-            nums = [num * ITEMS_PER_CANDIDATE] * len(steps) + [num]
-            more = self._generate(first, columns[first], queries, options, rows, nums[0])
-            for step, num_found in zip(steps, nums[1:], strict=True):
-                more = self._generate(step, columns[step], queries, options, more, num_found)
+        for steps in generator_steps(options.candidates):
+            more: Any = rows
+            numbers = step_numbers(self._index, columns, steps, options.k, options.num_candidates)
+            for step, num in zip(steps, numbers, strict=True):
+                more = self._generate(step, columns[step], queries, options, more, num)
             found = [np.union1d(*pair) for pair in zip(found, more, strict=True)] if found else more
         if any(len(candidates) < options.k for candidates in found):
             all_rows = np.arange(len(self._items)) if rows is None else rows
@@ -436,10 +434,34 @@ class Scorer:
             assert queries.pooled is not None
             tokens = list(queries.pooled[:, None])
         else:
-            fitted = self._index.generator(column)
-            transform = fitted.codec.transform_queries
-            tokens = [transform(tokens) for tokens in fitted.queries(queries.tokens)]
+            tokens = self._code_queries(column, queries)
         yield from _best_scores(tokens, self.packed(column), num, rows, groups)
+
+    def _code_queries(self, column: str, queries: Queries) -> list[torch.Tensor]:
+        """Returns the queries in the form in which they are compared with codes."""
+        fitted = self._index.generator(column)
+        transform = fitted.codec.transform_queries
+        return [transform(tokens) for tokens in fitted.queries(queries.tokens)]
+
+    def ranks(self, queries: Queries, column: str, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the ranks (R,) of some items of each query by the scores of their codes.
+
+        Items with equal scores have the worst of their ranks, and those without a code rank 0.
+        """
+        scores_QB = _maxsim(self._code_queries(column, queries), self.packed(column), None)
+        ranks = []
+        for scores_B, items in zip(scores_QB.numpy(force=True), rows, strict=True):
+            num_below = np.searchsorted(np.sort(scores_B), scores_B[items])
+            ranks.append((len(scores_B) - num_below) * (scores_B[items] > -np.inf))
+        return ranks
+
+    def _nums_candidates(self, options: SearchOptions) -> list[int]:
+        """Returns the number of candidates of each member of a union."""
+        info = self._index.representation(options.column)
+        columns = generator_columns(self._index, info, options.candidates)
+        given = options.k, options.num_candidates
+        members = generator_steps(options.candidates)
+        return [step_numbers(self._index, columns, steps, *given)[-1] for steps in members]
 
     def _bm25_scores(
         self, column: str, queries: Queries, rows: np.ndarray | None

@@ -47,7 +47,7 @@ NUM_EXACT = 16
 #: Settings of the generators of each step, by their name on the command line.
 GENERATORS: dict[str, list[dict[str, Any]]] = {
     "lemur": [{"name": "lemur"}],
-    "lemur:pq": [{"name": "lemur"}, {"name": "pq"}],
+    "lemur:bits": [{"name": "lemur"}, {"name": "bits"}],
     "lemur-random": [{"name": "lemur", "features": "random"}],
     "lemur-512": [{"name": "lemur", "num_features": 512}],
     "lemur-unreduced": [{"name": "lemur", "num_features": 512, "num_dims": 512}],

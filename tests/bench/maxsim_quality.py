@@ -134,15 +134,14 @@ def scores(collection: Collection) -> Iterator[tuple[str, float | None, torch.Te
     signs = PackedVectors.from_values(vectors_TD.sign(), lengths_B)
     yield "signs", vectors_TD.shape[1] / 8, maxsim(collection.queries, signs)
     sample = Sample(vectors_TD[:1], vectors_TD, lengths_B)
-    for name in ("pq", "centroids"):
-        spec, kind = CANDIDATES.resolve(name), CANDIDATES.load(name)
-        assert issubclass(kind, Generator)
-        generator = kind(spec, kind.fit(spec, sample))
-        codes_VD, counts_B = generator.encode(vectors_TD, lengths_B)
-        parts = generator.codec.quantise(codes_VD)
-        packed = PackedVectors([Segment(generator.codec, generator.dim, parts, counts_B)])
-        queries = generator.queries(collection.queries)
-        yield name, packed.codec.token_bytes(packed.dim), maxsim(queries, packed)
+    spec, kind = CANDIDATES.resolve("centroids"), CANDIDATES.load("centroids")
+    assert issubclass(kind, Generator)
+    generator = kind(spec, kind.fit(spec, sample))
+    codes_VD, counts_B = generator.encode(vectors_TD, lengths_B)
+    parts = generator.codec.quantise(codes_VD)
+    packed = PackedVectors([Segment(generator.codec, generator.dim, parts, counts_B)])
+    queries = generator.queries(collection.queries)
+    yield "centroids", packed.codec.token_bytes(packed.dim), maxsim(queries, packed)
 
 
 def ndcg(collection: Collection, scores_QB: torch.Tensor) -> np.ndarray:

@@ -96,9 +96,8 @@ class Workload:
             "candidates": [
                 *("jobs.add", "candidates"),
                 str(index),
-                "pq",
+                "bits",
                 "representation=full",
-                "generator.iterations=2",
                 "commit_fragments=3",
                 "--resources",
                 resources,

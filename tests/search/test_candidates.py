@@ -167,7 +167,7 @@ def test_first_stage_keeps_enough_candidates():
 
 
 @pytest.mark.parametrize(
-    ("candidates", "expected"), [("lemur", [1600, 25_000]), ("lemur:pq", [1600, 1600])]
+    ("candidates", "expected"), [("lemur", [1600, 25_000]), ("lemur:bits", [1600, 1600])]
 )
 def test_default_number_of_candidates(candidates, expected):
     options = SearchOptions(k=100, candidates=candidates)

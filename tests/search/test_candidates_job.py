@@ -24,6 +24,7 @@ from pipeline.index.add import Progress
 from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.search import candidates as numbers
 from pipeline.search import candidates_job, score
 from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResources
 from pipeline.search.maxsim import maxsim
@@ -38,8 +39,8 @@ pytestmark = pytest.mark.usefixtures("cluster")
 DIM, NUM_ITEMS = 16, 240
 LEMUR = {"name": "lemur", "num_features": 64}
 CENTROIDS = {"name": "centroids", "num_centroids": 32}
-PQ = {"name": "pq", "num_parts": 8}
-GENERATORS = pytest.mark.parametrize("generator", [LEMUR, CENTROIDS, PQ], ids=lambda g: g["name"])
+BITS = {"name": "bits"}
+GENERATORS = pytest.mark.parametrize("generator", [LEMUR, CENTROIDS, BITS], ids=lambda g: g["name"])
 
 
 def clustered(num: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +124,7 @@ def built(original, tmp_path_factory) -> Path:
     """Copy of the index with all generators, which tests do not change."""
     uri = tmp_path_factory.mktemp("built") / "index"
     shutil.copytree(original, uri)
-    for generator in (LEMUR, CENTROIDS, PQ):
+    for generator in (LEMUR, CENTROIDS, BITS):
         build(uri, generator)
     return uri
 
@@ -148,15 +149,16 @@ def test_scores_are_exact_and_recall_is_high(built, generator):
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_steps_select_among_the_items_of_the_step_before(built, step, monkeypatch):
-    monkeypatch.setattr(score, "ITEMS_PER_CANDIDATE", 3)
+    monkeypatch.setattr(numbers, "ITEMS_PER_CANDIDATE", 3)
     monkeypatch.setattr(score, "EXACT_ITEMS", 0)
     searcher = open_index(str(built))
-    order = [generator["name"] for generator in (LEMUR, PQ)]
+    order = [generator["name"] for generator in (LEMUR, BITS)]
 
     def approximate(name: str, query: np.ndarray) -> np.ndarray:
         column = f"full_{name}_1_candidates"
         (tokens,) = searcher.index.generator(column).queries(searcher.queries([query]).tokens)
-        return maxsim([tokens], searcher.scorer.packed(column))[0].numpy()
+        packed = searcher.scorer.packed(column)
+        return maxsim([packed.codec.transform_queries(tokens)], packed)[0].numpy()
 
     rows = np.arange(0, NUM_ITEMS, step)
     ids = [f"i{row:03}" for row in rows]
@@ -171,12 +173,15 @@ def test_steps_select_among_the_items_of_the_step_before(built, step, monkeypatc
 
 
 def test_invalid_steps(uri):
-    build(uri, PQ)
+    build(uri, BITS)
     searcher = open_index(str(uri))
     for candidates, message in (
-        ("pq:pq", "different generators, got 'pq:pq', which repeats a generator"),
-        ("pq:lemur", r"joined by \+ or :, got 'pq:lemur', which contains 'lemur', which was not"),
-        ("pq:", "joined by"),
+        ("bits:bits", "different generators, got 'bits:bits', which repeats a generator"),
+        (
+            "bits:lemur",
+            r"joined by \+ or :, got 'bits:lemur', which contains 'lemur'",
+        ),
+        ("bits:", "joined by"),
     ):
         with pytest.raises(SpecError, match=message):
             searcher.rank(queries(1), candidates=candidates)
@@ -231,6 +236,27 @@ def test_removed_rows_disappear(uri):
     lance.dataset(f"{uri}/{ITEMS}").delete(f"item_id = '{first.item_ids[0]}'")
     (second,) = open_index(str(uri)).rank(queries(1), **options)
     assert second.item_ids[:4] == first.item_ids[1:]
+
+
+def test_build_resumes_before_it_has_measured(uri, tmp_path, monkeypatch):
+    """Searches then keep the default numbers, and the next run measures the same as a whole one."""
+    shutil.copytree(uri, tmp_path / "whole")
+    build(tmp_path / "whole", BITS)
+
+    def stop(*arguments: object) -> None:
+        raise Stopped("stopped by the test")
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(candidates_job.Candidates, "_measure", stop)
+        build(uri, BITS)
+    (stopped,) = IndexReader(str(uri)).candidates_columns.values()
+    assert stopped.numbers is None
+    assert len(open_index(str(uri)).rank(queries(1), k=5, candidates="bits")[0].item_ids) == 5
+    assert build(uri, BITS).done == 0
+    (resumed,), (whole,) = (
+        IndexReader(str(path)).candidates_columns.values() for path in (uri, tmp_path / "whole")
+    )
+    assert resumed.numbers["items"] == NUM_ITEMS and resumed == whole
 
 
 @pytest.mark.heavy
@@ -485,7 +511,7 @@ def test_filtered_search_returns_k_items(built, generator, group_by, is_small, m
 
 @pytest.mark.parametrize(
     "generator",
-    [LEMUR, *(pytest.param(g, marks=pytest.mark.heavy) for g in (CENTROIDS, PQ))],
+    [LEMUR, *(pytest.param(g, marks=pytest.mark.heavy) for g in (CENTROIDS, BITS))],
     ids=lambda g: g["name"],
 )
 def test_sharded_search_equals_the_merged_search_of_its_shards(built, generator):

@@ -111,11 +111,15 @@ class Bits(Codec["Bits.Spec"]):
     def _nearest(self, rest_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the codes (T, D) uint8 and scales (T, 1) of vectors, whose first value is 0."""
         top = 2**self.spec.bits - 1
-        largest_T1 = rest_TD.abs().amax(dim=1, keepdim=True).clamp_min(TINY)
         norms_T1 = rest_TD.square().sum(dim=1, keepdim=True, dtype=torch.float64)
+        if top == 1:  # a third of the time of the general case, with equal results
+            products_T1 = rest_TD.abs().sum(dim=1, keepdim=True, dtype=torch.float64)
+            scales_T1 = norms_T1 / torch.where(norms_T1 > 0, products_T1, 1)
+            return (rest_TD >= 0).to(torch.uint8), scales_T1
+        largest_T1 = rest_TD.abs().amax(dim=1, keepdim=True).clamp_min(TINY)
         codes_TD = torch.zeros_like(rest_TD, dtype=torch.uint8)
         products_T1, best_T1 = torch.zeros_like(norms_T1), torch.full_like(norms_T1, -1)
-        for clipping in CLIPPING if top > 1 else CLIPPING[:1]:
+        for clipping in CLIPPING:
             steps_TD = (rest_TD / largest_T1 * (top * clipping)).clamp_(-top, top)
             grid_TD = torch.floor(steps_TD / 2) * 2 + 1
             # In float64, so that the sums do not depend on other vectors.

@@ -26,7 +26,7 @@ thread. This module packs the queries and distributes the documents over threads
   one row per centroid, so that the maxima of an item are taken over whole rows without gathering.
   Its values are int16 with a scale per query token, which loses 2^-16 of the largest similarity.
   For 100,000 items of 32 codes and 16,384 centroids, int16 takes 2.5 ms on one core and float32
-  5.4 ms. Product codes index a table for each sub-vector, whose rows are added.
+  5.4 ms.
 """
 
 from __future__ import annotations
@@ -47,14 +47,12 @@ from torch.nn import functional
 from pipeline.compression.codecs import Codec
 from pipeline.compression.codecs.bits import Bits
 from pipeline.compression.codecs.centroid_codes import CentroidCodes
-from pipeline.compression.codecs.product_codes import MAX_CENTROIDS, ProductCodes, split
 from pipeline.search.native.documents import (
     BITS,
     CODES,
     DENSE_KINDS,
     FLOAT_KINDS,
     INT8,
-    PRODUCT,
     Documents,
     kind_of,
 )
@@ -320,8 +318,7 @@ class _Queries:
 
     Attributes:
         packed: Panels of 32 tokens; the table of similarities (C, tokens with padding) int16 for
-            centroid codes, and (256 P, tokens with padding) for product codes; or rows (Q, D) for
-            queries of one token.
+            centroid codes; or rows (Q, D) for queries of one token.
         bounds: (Q + 1,) int64, first token of each query.
         form: `TOKENS`, or `ROWS` or `PANELS` of queries of one token.
         offsets: Projections of the tokens divided by their scales, for bits, else None.
@@ -374,8 +371,6 @@ class _Queries:
         """Packs tokens (M, D), padded with zeros."""
         if isinstance(codec, CentroidCodes):
             return cls.tabulate(codec.centroids(query_MD.device) @ query_MD.T, bounds)
-        if isinstance(codec, ProductCodes):
-            return cls.tabulate_parts(query_MD, codec, bounds)
         if isinstance(codec, Bits):
             return cls.pack_bits(query_MD, codec, level, bounds)
         num_tokens, dim = query_MD.shape
@@ -410,7 +405,8 @@ class _Queries:
         num_tokens, dim = query_MD.shape
         query = codec.split_queries(query_MD)
         num_padded, width = -(-num_tokens // 32) * 32, -(-dim // 64) * 64
-        per_byte = 8 // codec.spec.bits
+        has_masks = codec.spec.bits == 1 and level >= LEVELS.index("avx512")
+        per_byte = 1 if has_masks else 8 // codec.spec.bits
         num_bytes = -(-dim // per_byte)
         values_MD = functional.pad(query.values_QD, (0, num_bytes * per_byte - dim))
         planes_MD = values_MD.view(num_tokens, num_bytes, per_byte).transpose(1, 2).flatten(1)
@@ -426,36 +422,15 @@ class _Queries:
         return cls(panels, scales, bounds, num_tokens, offsets=offsets)
 
     @classmethod
-    def tabulate(
-        cls, sim_CM: torch.Tensor, bounds: np.ndarray, largest_M: torch.Tensor | None = None
-    ) -> _Queries:
-        """Quantises the similarities (C, M), which are overwritten, padded with zeros.
-
-        `largest_M` defaults to the largest similarity per token.
-        """
+    def tabulate(cls, sim_CM: torch.Tensor, bounds: np.ndarray) -> _Queries:
+        """Quantises the similarities (C, M), which are overwritten, padded with zeros."""
         num_tokens = sim_CM.shape[1]
         num_padded = -(-num_tokens // 32) * 32
-        largest_M = sim_CM.abs().amax(dim=0) if largest_M is None else largest_M
         scales = torch.zeros(num_padded)
-        scales[:num_tokens] = largest_M / MAX_INT16
+        scales[:num_tokens] = sim_CM.abs().amax(dim=0) / MAX_INT16
         table = torch.zeros(len(sim_CM), num_padded, dtype=torch.int16)
         table[:, :num_tokens] = _round(sim_CM.div_(scales[:num_tokens].clamp_min(TINY)))
         return cls(table, scales, bounds, num_tokens)
-
-    @classmethod
-    def tabulate_parts(
-        cls, query_MD: torch.Tensor, codec: ProductCodes, bounds: np.ndarray
-    ) -> _Queries:
-        """Quantises the similarities of sub-vector centroids. Sums of parts stay below 15 bits."""
-        centroids_PCS = codec.centroids(query_MD.device)
-        num_parts, num_centroids, _ = centroids_PCS.shape
-        sim_PCM = centroids_PCS @ split(query_MD, centroids_PCS).permute(1, 2, 0)
-        # Each term may be rounded up by half of the scale.
-        limit = MAX_INT16 - num_parts
-        largest_M = sim_PCM.abs().amax(dim=1).sum(dim=0) * (MAX_INT16 / limit)
-        rows_PCM = torch.zeros(num_parts, MAX_CENTROIDS, len(query_MD))
-        rows_PCM[:, :num_centroids] = sim_PCM
-        return cls.tabulate(rows_PCM.flatten(0, 1), bounds, largest_M)
 
 
 def _integer_panels(values_MD: torch.Tensor, level: int, added: int) -> torch.Tensor:
@@ -487,7 +462,7 @@ def _round(values: torch.Tensor) -> torch.Tensor:
 
 def _max_tokens(kind: int, level: int, dim: int) -> int:
     """Returns the maximum number of query tokens per call, unless a single query has more."""
-    if kind in (CODES, PRODUCT):
+    if kind == CODES:
         return 1  # One query per call: the rows of its table are short and fit in the cache best.
     bytes_per_value = 4
     if kind in (INT8, BITS) and level >= LEVELS.index("avx2"):

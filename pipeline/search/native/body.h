@@ -59,7 +59,8 @@ static inline void decode_int8(const int8_t* in, int dim, float* out) {
 
 // Expands the codes of a row to the integers 2 code - (2^bits - 1), or 2 code if unsigned. The order is that of the bit
 // positions: first the lowest code of every byte, then the next one. Queries are packed in the same
-// order, because no byte has to move. Values beyond the last dimension are arbitrary, because the
+// order, because no byte has to move. One bit is a mask with AVX-512, so that the order is that of the
+// dimensions. Values beyond the last dimension are arbitrary, because the
 // query is zero there.
 template <class Value>
 static inline void expand(const Documents& docs, int64_t row, Value* out) {
@@ -69,6 +70,17 @@ static inline void expand(const Documents& docs, int64_t row, Value* out) {
     const int64_t size = docs.row_bytes;
     const uint8_t* in = (const uint8_t*)docs.values + row * size;
     const int bits = docs.bits, mask = (1 << bits) - 1, top = Value(-1) < 0 ? mask : 0;
+#if LEVEL >= AVX512
+    if (bits == 1 && sizeof(Value) == 1) {
+        const __m512i low = _mm512_set1_epi8(char(-top)), high = _mm512_set1_epi8(char(2 - top));
+        for (int64_t i = 0; i < size; i += 8) {
+            uint64_t ones = 0;
+            memcpy(&ones, in + i, std::min<int64_t>(8, size - i));
+            _mm512_storeu_si512(out + 8 * i, _mm512_mask_blend_epi8(ones, low, high));
+        }
+        return;
+    }
+#endif
     for (int shift = 0; shift < 8; shift += bits, out += size) {
         int64_t i = 0;
         for (; i + 16 <= size; i += 16) {
@@ -767,61 +779,6 @@ static void score_codes(
     }
 }
 
-// -- product codes ---------------------------------------------------------------------------------
-
-// Adds the table rows that the codes of a vector select. `table` begins at a panel of 32 tokens.
-static inline void add_rows(const int16_t* table, const uint8_t* codes, int64_t num_parts,
-                            int64_t padded, shorts* sums) {
-    const shorts* first = (const shorts*)(table + codes[0] * padded);
-    for (int p = 0; p < SHORT_PARTS; ++p) sums[p] = first[p];
-    for (int64_t part = 1; part < num_parts; ++part) {
-        const shorts* row = (const shorts*)(table + (part * 256 + codes[part]) * padded);
-        for (int p = 0; p < SHORT_PARTS; ++p) sums[p] += row[p];
-    }
-}
-
-// Takes the maxima of the sums over the vectors of each document. Sums do not overflow, see
-// `_Queries.tabulate_parts`.
-template <bool ARGMAX>
-static void score_products(
-    const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
-    const int64_t padded = queries.padded, num_parts = docs.row_bytes, ahead = 4;
-    for (int64_t document = 0; document < docs.count; ++document) {
-        // The codes of selected documents are not contiguous.
-        if (document + ahead < docs.count) {
-            const int64_t later = document + ahead, size = docs.lengths[later] * num_parts;
-            const char* from = (const char*)docs.values + docs.starts[later] * num_parts;
-            for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(from + at);
-        }
-        const int64_t num_rows = docs.lengths[document];
-        if (num_rows == 0) {
-            write_empty(queries, output, document);
-            continue;
-        }
-        const uint8_t* codes = (const uint8_t*)docs.values + docs.starts[document] * num_parts;
-        for (int64_t token = 0; token < padded; token += 32) {
-            const int16_t* table = (const int16_t*)queries.packed + token;
-            shorts maxima[SHORT_PARTS], sums[SHORT_PARTS];
-            add_rows(table, codes, num_parts, padded, maxima);
-            for (int64_t r = 1; r < num_rows; ++r) {
-                add_rows(table, codes + r * num_parts, num_parts, padded, sums);
-                for (int p = 0; p < SHORT_PARTS; ++p) maxima[p] = larger(sums[p], maxima[p]);
-            }
-            int16_t values[32], row[32];
-            memcpy(values, maxima, sizeof(values));
-            for (int i = 0; i < 32; ++i) s.best[token + i] = values[i];
-            if (!ARGMAX) continue;
-            for (int64_t r = num_rows; r-- > 0;) {  // from the last to the first of equal rows
-                add_rows(table, codes + r * num_parts, num_parts, padded, sums);
-                memcpy(row, sums, sizeof(row));
-                for (int i = 0; i < 32; ++i)
-                    if (row[i] == values[i]) s.index[token + i] = int32_t(r);
-            }
-        }
-        write(queries, output, document, s.best, s.index);
-    }
-}
-
 // -- queries of one token --------------------------------------------------------------------------
 
 // Not inlined, because the compiler would unroll it and spill the registers of the loops around it.
@@ -970,7 +927,6 @@ static void select_one_vector(const Documents& docs, const Queries& queries,
 template <bool ARGMAX>
 static void score(const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
     if (docs.kind == CODES) return score_codes<ARGMAX>(docs, queries, output, s);
-    if (docs.kind == PRODUCT) return score_products<ARGMAX>(docs, queries, output, s);
     if (queries.one_token) return score_one_token(docs, queries, output);
 #if LEVEL >= AMX
     start_tiles();

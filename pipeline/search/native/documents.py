@@ -21,7 +21,7 @@ from pipeline.search.packed import PackedVectors, Segment
 
 #: Numbers of the kinds of vectors in the library.
 FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-INT8, BITS, RESIDUAL, CODES, PRODUCT = 3, 4, 5, 6, 7
+INT8, BITS, RESIDUAL, CODES = 3, 4, 5, 6
 #: Kinds for which the library has a function for queries of one token.
 DENSE_KINDS = frozenset([*FLOAT_KINDS.values(), INT8])
 
@@ -30,10 +30,9 @@ _CODEC_KINDS = {
     "bits": BITS,
     "residual": RESIDUAL,
     "centroid_codes": CODES,
-    "product_codes": PRODUCT,
 }
 #: Part that contains the values of a vector, for kinds with another part than `values`.
-_VALUES = {BITS: "bits", RESIDUAL: "residuals", CODES: "codes", PRODUCT: "codes"}
+_VALUES = {BITS: "bits", RESIDUAL: "residuals", CODES: "codes"}
 
 #: Structure `Documents` of the library.
 _GROUP = np.dtype(

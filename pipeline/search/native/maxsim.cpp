@@ -32,7 +32,7 @@
 #endif
 
 enum OneToken { ROWS_OF_QUERIES = 1, PANELS };
-enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BITS, RESIDUAL, CODES, PRODUCT };
+enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BITS, RESIDUAL, CODES };
 
 // Arguments; they mirror `_GROUP` and the ctypes structures `_QueriesArgument`, `_Output` and
 // `_Selection`.
@@ -40,7 +40,6 @@ struct Documents {
     int32_t kind, dim;
     int64_t row_bytes, total;   // bytes per vector; number of vectors in memory
     const void* values;         // codes: uint16 number of a centroid per vector
-                                // product: uint8 number of a centroid per sub-vector
     const float* scales;        // int8: scale per vector
     const int32_t* codes;       // residual: centroid per vector
     const float* centroids;     // residual: centroids
@@ -54,10 +53,9 @@ struct Documents {
 struct Queries {
     const void* packed;     // panels of 32 tokens, in the layout for the level and the kind;
                             // codes: int16 similarities (centroids, padded);
-                            // product: int16 similarities (sub-vectors, 256, padded);
                             // one token per query: rows of int16 for int8 vectors, else of
                             // float32; or panels of int16
-    const float* scales;    // int8, bits, codes and product: scale per token
+    const float* scales;    // int8, bits and codes: scale per token
     const float* offsets;   // bits: factor of the projections per token
     const int64_t* bounds;  // first token of each query, then the number of tokens
     int64_t count, tokens, padded;  // number of queries, of tokens, and of tokens with padding

@@ -180,7 +180,7 @@ def test_scores_do_not_depend_on_positions(spec, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dim", [1, 31, 32, 100, 1024])
-@pytest.mark.parametrize("name", ["int8", "float16", "float32"])
+@pytest.mark.parametrize("name", ["int8", "bits", "float16", "float32"])
 def test_queries_of_one_token(name, dim, backend):
     """These have kernels of their own, which also serve documents of several segments."""
     lengths = [1, 0, 1, 1, 3, 1, 1, 0, 40, 1]
@@ -194,6 +194,8 @@ def test_queries_of_one_token(name, dim, backend):
         ]
     )
     query_tokens = [vectors(1, dim, seed=seed) * seed for seed in range(5)]
+    if name == "bits":
+        query_tokens = [codec.transform_queries(query) for query in query_tokens]
     expected, _ = oracle(query_tokens, packed)
     scores = maxsim(query_tokens, packed, backend=backend)
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import pipeline.search.maxsim as module
+from pipeline.compression.codecs.bits import Bits
 from pipeline.compression.codecs.int8 import Int8
-from pipeline.compression.codecs.product_codes import ProductCodes
 from pipeline.search import native
 from pipeline.search.maxsim import best_scores, maxsim
 from pipeline.search.packed import PackedVectors, Segment
@@ -21,17 +21,16 @@ def packed(lengths, *, levels=127, seed=0, codec="int8") -> PackedVectors:
     segments = []
     for part in np.array_split(np.array(lengths), 2):
         values = rng.integers(-levels, levels + 1, (int(part.sum()), DIM))
-        if codec == "int8":
+        if codec == "bits":
+            bits = Bits(Bits.Spec(), Bits.fit(Bits.Spec(), np.ones((1, DIM), np.float32)))
+            parts = bits.quantise(torch.from_numpy(values.astype(np.float32)))
+            segments.append(Segment(bits, DIM, parts, torch.from_numpy(part)))
+        else:
             parts = {
                 "values": torch.from_numpy(values.astype(np.int8)),
                 "scales": torch.ones(len(values), 1),
             }
             segments.append(Segment(Int8(Int8.Spec()), DIM, parts, torch.from_numpy(part)))
-        else:
-            codes = torch.from_numpy((np.abs(values[:, :3]) % 4).astype(np.uint8))
-            centroids = np.arange(3 * 4 * 16, dtype=np.float32).reshape(3, 4, 16) % 5
-            pq = ProductCodes(ProductCodes.Spec(), {"centroids": centroids})
-            segments.append(Segment(pq, DIM, {"codes": codes}, torch.from_numpy(part)))
     return PackedVectors(segments)
 
 
@@ -92,15 +91,20 @@ def test_best_scores_equal_numpy(backend, name, levels, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_scores_of_a_few_or_many_queries_are_equal(backend, monkeypatch):
+@pytest.mark.parametrize("codec", ["int8", "bits"])
+def test_scores_of_a_few_or_many_queries_are_equal(backend, codec, monkeypatch):
     """Many queries of one token are multiplied in panels, with scores equal to the last bit."""
     monkeypatch.setattr(module, "SAMPLE", 64)
     torch.manual_seed(0)
     values, lengths = torch.randn(2000, 130), torch.tensor([1] * 1999 + [0] + [1])
-    codec = Int8(Int8.Spec())
-    items = PackedVectors([Segment(codec, 130, codec.quantise(values), lengths)])
-    tokens = list(torch.randn(70, 1, 130))
+    kind = {"int8": Int8, "bits": Bits}[codec]
+    artefact = Bits.fit(Bits.Spec(), values[:9].numpy()) if codec == "bits" else None
+    fitted = kind(kind.Spec(), artefact)
+    items = PackedVectors([Segment(fitted, 130, fitted.quantise(values), lengths)])
+    tokens = [fitted.transform_queries(token) for token in torch.randn(70, 1, 130)]
     expected = maxsim(tokens, items, backend=backend).numpy()
+    torch_scores = maxsim(tokens, items, backend="torch").numpy()
+    np.testing.assert_allclose(expected, torch_scores, atol=5e-3 if codec == "int8" else 2e-4)
     for num in (1, 20):
         found = best_scores(tokens, items, num, backend=backend)
         check(found, expected, [np.arange(2001)] * 70, num)
@@ -124,13 +128,15 @@ def test_levels_find_equal_items_and_scores(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_product_codes(backend):
-    items, tokens = packed([5, 0, 1, 32] * 30, codec="product_codes"), queries([3, 1])
-    scores = maxsim(tokens, items, backend=backend).numpy()
+def test_bits(backend):
+    items, tokens = packed([5, 0, 1, 32] * 30, codec="bits"), queries([3, 1])
     rows = [np.arange(0, 120, 2), np.arange(100)]
     tensors = [torch.from_numpy(part) for part in rows]
-    found = best_scores(tokens, items, 5, rows=tensors, backend=backend)
-    check(found, [scores[i, part] for i, part in enumerate(rows)], rows, 5)
+    scores = [
+        maxsim([query], items, rows=part, backend=backend)[0].numpy()
+        for query, part in zip(tokens, tensors, strict=True)
+    ]
+    check(best_scores(tokens, items, 5, rows=tensors, backend=backend), scores, rows, 5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

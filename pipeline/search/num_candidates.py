@@ -1,0 +1,83 @@
+"""Numbers of candidates, by the measured recall of the exact results on an index.
+
+The number of a generator is the smallest such that the items with its best scores contain a wanted
+share of the exact best items of a sample of queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.index.isotropy import sample_vectors
+from pipeline.index.reader import IndexReader
+from pipeline.search.candidates import DEPTHS, EXACT, Numbers
+from pipeline.search.query import AnyQuery
+from pipeline.search.searcher import Searcher
+
+#: Maximum number of queries. Given ones are left out of the sample for the fit if there are enough.
+NUM_QUERIES, MIN_GIVEN = 64, 256
+#: Number of queries that are scored together, which bounds the size of the score matrix.
+BATCH = 4
+#: Maximum number of items that are searched: one shard of a larger index.
+MAX_ITEMS = 4_000_000
+#: Number of vectors of a query that consists of vectors of items, and the norm of their noise.
+QUERY_VECTORS, NOISE = 16, 1.0
+
+
+def split_queries(queries: Sequence[AnyQuery]) -> tuple[Sequence[AnyQuery], Sequence[AnyQuery]]:
+    """Divides past queries into those to which a generator is fitted, and those to measure with."""
+    if len(queries) < MIN_GIVEN:
+        return queries, queries[:NUM_QUERIES]
+    return queries[NUM_QUERIES:], queries[:NUM_QUERIES]
+
+
+def measure(
+    index: IndexReader, column: str, queries: Sequence[AnyQuery], *, recall: float
+) -> Numbers | None:
+    """Measures the numbers of the generator of a column with given queries.
+
+    Without any, they are vectors of items with noise. Returns None if no item has any.
+    """
+    representation = index.candidates_columns[column].representation
+    queries = queries or item_queries(index, representation)
+    if not queries:
+        return None
+    shards = max(1, -(-len(index) // MAX_ITEMS))
+    searcher = Searcher(index, shard=(0, shards))
+    encoded = searcher.queries(list(queries), representation)
+    best = searcher.rank(encoded, representation, k=max(DEPTHS), candidates=EXACT)
+    ranks: list[np.ndarray] = []  # of the best items of each query
+    for first in range(0, len(encoded), BATCH):
+        batch = encoded.part(first, first + BATCH)
+        rows = [ranking.rows for ranking in best[first : first + BATCH]]
+        ranks += searcher.scorer.ranks(batch, column, rows)
+    loss = 1 - recall
+    counts = [shards * _number(np.concatenate([r[:n] for r in ranks]), loss) for n in DEPTHS]
+    return Numbers(recall, len(index), counts)
+
+
+def _number(ranks: np.ndarray, loss: float) -> int:
+    """Returns the smallest number of best items that contain all but a share of some items.
+
+    >>> _number(np.array([5, 1, 2, 90, 3]), 0.2)
+    5
+    """
+    num_kept = int(np.ceil((1 - loss) * len(ranks) - 1e-9))
+    return int(np.sort(ranks)[num_kept - 1]) if num_kept else 1
+
+
+def item_queries(
+    index: IndexReader, representation: str, num_queries: int = NUM_QUERIES, seed: int = 0
+) -> list[AnyQuery]:
+    """Returns queries that consist of vectors of items with noise."""
+    vectors_TD, lengths_B = sample_vectors(index, representation, num_queries)
+    rng = np.random.default_rng(seed)
+    queries: list[AnyQuery] = []
+    for vectors_ND in np.split(vectors_TD, np.cumsum(lengths_B)[:-1]):
+        chosen_MD = vectors_ND[rng.permutation(len(vectors_ND))[:QUERY_VECTORS]]
+        noise_MD = rng.standard_normal(chosen_MD.shape) / np.sqrt(chosen_MD.shape[1])
+        if len(chosen_MD):
+            queries.append((chosen_MD + NOISE * noise_MD).astype(np.float32))
+    return queries

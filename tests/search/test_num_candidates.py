@@ -1,0 +1,110 @@
+"""Measured numbers of candidates against a literal search, and searches of degenerate indexes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeline import Index
+from pipeline.index.reader import IndexReader
+from pipeline.search import score
+from pipeline.search.candidates import DEPTHS, Numbers
+from pipeline.search.num_candidates import NUM_QUERIES, measure, split_queries
+
+DIM, NUM_ITEMS = 32, 1200
+COLUMN = "full_lemur_1_candidates"
+
+
+def items(num: int, seed: int = 0, length: int = 6) -> list[np.ndarray]:
+    """Returns unit vectors of items, which are near topics."""
+    rng = np.random.default_rng(seed)
+    topics = np.random.default_rng(99).standard_normal((40, DIM))
+    given = []
+    for _ in range(num):
+        vectors = topics[rng.integers(40, size=length)] + rng.standard_normal((length, DIM))
+        given.append((vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32))
+    return given
+
+
+def queries(num: int = 20) -> list[np.ndarray]:
+    return items(num, seed=5, length=4)
+
+
+@pytest.fixture(scope="module")
+def index(cluster, tmp_path_factory) -> Index:
+    """Index with both generators."""
+    index = Index(str(tmp_path_factory.mktemp("tiers") / "index"))
+    index.add([f"i{number:04}" for number in range(NUM_ITEMS)], items(NUM_ITEMS))
+    for generator in ({"name": "lemur", "num_features": 128, "num_samples": 512}, "bits"):
+        index.add_candidates(generator)
+    return Index(index.uri)
+
+
+def code_scores(index: Index, query: np.ndarray) -> np.ndarray:
+    """Returns the scores of the codes of lemur of all items, read from the column."""
+    generator = index.reader.generator(COLUMN)
+    (tokens,) = generator.queries(index.searcher.queries([query]).tokens)
+    table = index.reader.dataset.to_table(columns=[COLUMN])
+    codes, _ = generator.codec.decode(table[COLUMN], generator.dim)
+    return codes.astype(float) @ generator.codec.transform_queries(tokens).numpy()[0]
+
+
+def test_numbers_have_the_wanted_recall(index, monkeypatch):
+    """The numbers are those of a literal search, and unseen queries have about that recall."""
+    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    given = queries(12)
+    numbers = measure(index.reader, COLUMN, given, recall=0.9)
+    exact = index.searcher.rank(given, k=100, candidates="exact")
+    for depth, found in zip(DEPTHS, numbers.counts, strict=True):
+        ranks = []
+        for query, ranking in zip(given, exact, strict=True):
+            scores = code_scores(index, query)
+            ranks += [(scores >= scores[row] - 1e-4).sum() for row in ranking.rows[:depth]]
+        assert abs(found - np.sort(ranks)[int(0.9 * len(ranks)) - 1]) <= 2
+    info = index.reader.candidates_columns[COLUMN]
+    stored = Numbers(**info.numbers)
+    assert stored.items == NUM_ITEMS and stored.recall == 0.98 and stored.counts[0] < NUM_ITEMS
+    for name in ("lemur", "lemur:bits"):
+        hits = index.searcher.rank(queries(30), k=10, candidates=name)
+        best = index.searcher.rank(queries(30), k=10, candidates="exact")
+        pairs = zip(hits, best, strict=True)
+        assert np.mean([len({*a.item_ids} & {*b.item_ids}) / 10 for a, b in pairs]) > 0.9
+
+
+def test_past_queries_measure_only_if_there_are_enough():
+    few, many = list("ab"), [str(i) for i in range(300)]
+    assert split_queries(few) == (few, few)
+    assert split_queries(many) == (
+        many[NUM_QUERIES:],
+        many[:NUM_QUERIES],
+    )
+
+
+SMALL = {
+    "three items": items(3),
+    "equal vectors": [np.ones((2, 8), np.float32)] * 40,
+    "zero vectors": [item * [[0], [1]] for item in items(40, length=2)],
+    "one vector": items(60, length=1),
+    "many vectors": items(3, length=2000),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_degenerate_indexes_are_searched(cluster, name, tmp_path, monkeypatch):
+    """Searches find as many hits as exist."""
+    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    given = [item[:, :8] for item in SMALL[name]]
+    index = Index(str(tmp_path / "index"))
+    index.add([f"i{number}" for number in range(len(given))], given)
+    index.add_candidates("bits")
+    names = ["bits"]
+    if name != "equal vectors":  # `lemur` rejects a single distinct token vector
+        index.add_candidates({"name": "lemur", "num_features": 4, "num_samples": 16})
+        names += ["lemur", "lemur:bits"]
+    searcher = Index(index.uri).searcher
+    query = np.eye(3, 8, dtype=np.float32)
+    for candidates_name in names:
+        for k in (2, 50):
+            (hits,) = searcher.rank([query], k=k, candidates=candidates_name, num_candidates=k)
+            assert len(hits.item_ids) == min(k, len(given))
+    assert IndexReader(index.uri).candidates_columns["full_bits_1_candidates"].numbers

@@ -413,7 +413,7 @@ def build_singles(data: Data, folder: Path) -> None:
 
 
 def open_singles(data: Data, folder: Path) -> Iterator[tuple[str, Search]]:
-    """Loads single vectors, all of which are scored."""
+    """Loads single vectors. All of them are scored."""
     import torch
     from sentence_transformers import util
 

@@ -284,14 +284,14 @@ def agreement_table(proved: Path) -> Iterator[str]:
         full = [values["full.maxsim"][q] for q in queries]
         shared = [[len(best["full"][q] & best[n][q]) / DEPTH for q in queries] for n in names]
         agreement.append(np.mean(shared, axis=1))
-        kept = [[values[f"{n}.maxsim"][q] for q in queries] for n in names]
-        retained.append(np.mean(kept, axis=1) / np.mean(full))
+        quality = [[values[f"{n}.maxsim"][q] for q in queries] for n in names]
+        retained.append(np.mean(quality, axis=1) / np.mean(full))
     agreement_GR, retained_GR = np.array(agreement), np.array(retained)
     pairs = list(zip(agreement_GR, retained_GR, strict=True))
     sizes = [int(name.rpartition("_")[2]) for name in names]
     yield f"{len(pairs)} groups of queries"
     yield "| candidates of a group | by the number of vectors | by the agreement |\n|---|---|---|"
-    by_size = np.mean([spearmanr(sizes, kept_R).statistic for _, kept_R in pairs])
+    by_size = np.mean([spearmanr(sizes, retained_R).statistic for _, retained_R in pairs])
     by_agreement = np.mean([spearmanr(*pair).statistic for pair in pairs])
     yield f"| mean correlation | {by_size:.2f} | {by_agreement:.2f} |"
     yield f"\n| groups | {' | '.join(names)} |\n|---|{'---|' * len(names)}"

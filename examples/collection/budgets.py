@@ -70,8 +70,8 @@ def levels(lengths_B: np.ndarray, power: float, num_vectors: int, ratio: int) ->
     >>> levels(np.array([9, 100, 100, 400]), 0.5, 8, 2).tolist()
     [4, 8, 8, 8]
     """
-    allowed = [k for k in LEVELS if num_vectors <= k * ratio and k <= num_vectors * ratio]
-    allowed = np.array(allowed if len(allowed) > 2 else [1, *allowed])
+    close = [k for k in LEVELS if num_vectors <= k * ratio and k <= num_vectors * ratio]
+    allowed = np.array(close if len(close) > 2 else [1, *close])
     total = np.minimum(lengths_B, num_vectors).sum()
 
     def rounded(theta: float) -> np.ndarray:
@@ -88,9 +88,11 @@ def levels(lengths_B: np.ndarray, power: float, num_vectors: int, ratio: int) ->
 
 def mixed(runs: Mapping[int, Run], budgets: Mapping[str, int]) -> tuple[Run, float]:
     """Returns the best items of each query by the budgets of the items, and the exact share."""
-    used, found, num_exact = set(budgets.values()), {}, 0
+    used, num_exact = set(budgets.values()), 0
+    found: dict[str, dict[str, float]] = {}
     for query in runs[next(iter(used))]:
-        scores, bound = {}, -np.inf
+        scores: dict[str, float] = {}
+        bound = -np.inf
         for level in used:
             ranking = runs[level][query]
             scores |= {item: s for item, s in ranking.items() if budgets[item] == level}
@@ -274,7 +276,8 @@ def agreement_table(proved: Path) -> Iterator[str]:
     for name in ("full", *names):
         run = read_run(str(proved / "runs" / f"{name}.maxsim.trec"))
         best[name] = {q: set(sorted(r, key=r.__getitem__)[-DEPTH:]) for q, r in run.items()}
-    agreement, retained = [], []
+    agreement: list[np.ndarray] = []
+    retained: list[np.ndarray] = []
     for ids in _groups(proved).values():
         if len(queries := sorted(ids & best["full"].keys())) < MIN_QUERIES:
             continue
@@ -288,7 +291,7 @@ def agreement_table(proved: Path) -> Iterator[str]:
     sizes = [int(name.rpartition("_")[2]) for name in names]
     yield f"{len(pairs)} groups of queries"
     yield "| candidates of a group | by the number of vectors | by the agreement |\n|---|---|---|"
-    by_size = np.mean([spearmanr(sizes, kept_R).statistic for _, kept_R in pairs])
+    by_size = np.mean([spearmanr(sizes, retained_R).statistic for _, retained_R in pairs])
     by_agreement = np.mean([spearmanr(*pair).statistic for pair in pairs])
     yield f"| mean correlation | {by_size:.2f} | {by_agreement:.2f} |"
     yield f"\n| groups | {' | '.join(names)} |\n|---|{'---|' * len(names)}"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from examples.collection.build import RECIPE, fetch
 from examples.collection.extract import members
+from examples.collection.parts import RECIPE, fetch
 
 #: Phrases of copyright files that have no `License` fields.
 _PHRASES = {

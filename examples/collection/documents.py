@@ -126,7 +126,7 @@ def _read(identity: str, document: pdfium.PdfDocument) -> Iterator[dict[str, Any
     queries = [
         query
         for found in candidates
-        for query in sorted(found, key=lambda query: hash64(identity + query.text))[:limit]
+        for query in sorted(found, key=lambda query: hash64(query.text))[:limit]
     ]
     lines: dict[int, set[str]] = defaultdict(set)
     for name in {plain(query.text) for query in queries}:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from examples.collection import documents, extract, images, markup, media
+from examples.collection import clips, documents, extract, images, markup, media
 from examples.collection.parts import (
     RECIPE,
     Query,
@@ -52,6 +52,7 @@ SLICES = {
     "pages-10k": Slice(10_000, family="pages"),
     "pages-100k": Slice(100_000, family="pages"),
     "images": Slice(10_000, family="images"),
+    "clips": Slice(None, family="clips"),
 }
 #: Numbers of queries by kind, in units of a slice. BM25 answers most descriptions and synopses.
 SHARES = {"definition": 2, "translation": 2, "paraphrase": 1, "heading": 1}
@@ -94,7 +95,9 @@ def build(
         SpecError: The disk is too small.
     """
     spec = yaml.safe_load(recipe.read_text())
-    sentences = []
+    sentences: list[str] = []
+    if clips.NAME in names and not (data / clips.SOURCE).exists():
+        names = [*names, clips.SOURCE]
     for family, write in FAMILIES.items():
         wanted = {name: SLICES[name] for name in SLICES if name in names}
         sizes = {name: size.num_items for name, size in wanted.items() if size.family == family}
@@ -107,7 +110,7 @@ def build(
             raise SpecError("DATA", str(data), "a folder with at least one package", "has none")
         write(data, parts, sizes, missing, say)
         sentences += missing
-    return sentences
+    return sentences + (clips.build_clips(data, say) if clips.NAME in names else [])
 
 
 def write_passages(
@@ -130,7 +133,7 @@ def write_passages(
         say(f"{data / name}: {len(rows):,} passages, {len(used):,} queries")
 
 
-FAMILIES = {
+FAMILIES: dict[str, Callable[..., None]] = {
     "passages": write_passages,
     "pages": media.write_pages,
     "images": media.write_images,

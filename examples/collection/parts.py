@@ -240,6 +240,8 @@ def write_summary(
 ) -> None:
     """Writes `summary.json`: numbers of rows and queries, and packages that are missing."""
     fields = [field for field in ("language", "package") if rows and field in rows[0]]
-    counts = {field: dict(Counter(row[field] for row in rows).most_common()) for field in fields}
+    counts: dict[str, Any] = {
+        field: dict(Counter(row[field] for row in rows).most_common()) for field in fields
+    }
     summary = {"items": len(rows), **counts, "queries": queries, "missing": missing}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False))

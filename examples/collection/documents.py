@@ -28,7 +28,7 @@ FREE = re.compile(
 #: `SCAN_INTERVAL` is one.
 MAX_PAGES, MAX_SCAN_PAGES, SCAN_INTERVAL = 2_000, 40, 16
 #: Pages per query of each kind, and how many pages an answer has.
-PAGES_PER_QUERY, MAX_SECTION = 12, 3
+PAGES_PER_QUERY, MAX_SECTION = 30, 3
 #: Number of characters below a heading.
 MIN_BELOW = 300
 #: Lines up to this share of the longest one of their page do not continue on the next one.
@@ -73,30 +73,33 @@ class Asked(NamedTuple):
     num_pages: int
 
 
-def contents(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields the PDF documents in a package, except parts of TeX Live that are not clearly free."""
+def part_licences(path: Path) -> dict[str, str]:
+    """Returns the licences in the catalogue of TeX Live by the folders of the documentation."""
     licences: dict[str, str] = {}
     for name, content in members(path):
-        if re.fullmatch(r"usr/share/doc/texlive-[\w-]+/Licenses(\.gz)?", name):
-            lines = gzip.decompress(content) if name.endswith(".gz") else content
+        if re.fullmatch(r"usr/share/doc/texlive-[\w-]+/Licenses\.gz", name):
             licence = ""
-            for line in lines.decode(errors="replace").splitlines():
+            for line in gzip.decompress(content).decode(errors="replace").splitlines():
                 if line.startswith("texmf-dist/doc/"):
-                    licences.setdefault(line.split("/", 2)[2].rpartition("/")[0], licence)
+                    folder = line.removeprefix("texmf-dist/doc/").rpartition("/")[0]
+                    licences.setdefault(folder, licence)
                 else:
                     licence = line.partition(": ")[2].strip()
+            break
+    return licences
+
+
+def contents(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yields the PDF documents in a package, except parts of TeX Live that are not clearly free."""
+    licences = part_licences(path) if "texlive" in path.name else {}
     for name, content in members(path):
         if name.endswith(".pdf"):
-            _, _, part = name.partition("usr/share/doc/texlive-doc/")
-            licence = licences.get(part.rpartition("/")[0], "") if part else "pd"
-            while part and not licence and "/" in part:
-                part = part.rpartition("/")[0]
-                licence = licences.get(part, "")
-            if FREE.match(licence):
-                yield (
-                    re.sub(r"[^\w.+/-]", "_", name.removeprefix("usr/share/"), flags=re.A),
-                    content,
-                )
+            _, is_part, folder = name.rpartition("/")[0].partition("usr/share/doc/texlive-doc/")
+            while is_part and folder and folder not in licences:
+                folder = folder.rpartition("/")[0]
+            if not is_part or FREE.match(licences.get(folder, "")):
+                name = name.removeprefix("usr/share/")
+                yield re.sub(r"[^\w.+/-]", "_", name, flags=re.A), content
 
 
 def read(path: Path, file: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,7 @@ from examples.collection.parts import (
 from pipeline.search.generators import bm25
 
 #: A document has at most this share of the pages of a slice.
-MAX_SHARE = 0.05
+MAX_SHARE = 0.1
 #: Files are divided into batches of texts for BM25.
 BATCH = 10_000
 #: Titles of collections, and what follows the subject in a title.

@@ -6,19 +6,22 @@ import hashlib
 import io
 import json
 import re
+import shutil
 import tarfile
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import yaml
 from PIL import Image
 
-from examples.collection import documents, media, parts
+from examples.collection import clips, documents, media, parts
 from examples.collection.build import SLICES, Slice, build
 from examples.collection.extract import EXTRACTORS, members, passages
 from examples.collection.licences import licences
 from examples.collection.parts import HALVES, sketch
 from examples.collection.table import tables
+from examples.papers.downloads.fetch import probe_url
 from pipeline.config import SpecError
 from pipeline.data.decode.pdf import open_document, read_pages
 from tests.pdfs import Page, pdf
@@ -293,7 +296,7 @@ def test_titles_and_their_translations_find_images(tmp_path):
     names = ["red fox", "green frog", "blue whale", "icon theme", "big dog", "dog"]
     png = {f"usr/share/openclipart/png/a/{n}.png": image_of(c) for n, c in enumerate(colours)}
     svg = {
-        f"usr/share/openclipart/svg/a/{n}.svg": f"<svg><dc:title>{name} 01</dc:title></svg>".encode()
+        f"usr/share/openclipart/svg/a/{n}.svg": f"<dc:title>{name} 01</dc:title>".encode()
         for n, name in enumerate(names)
     }
     stamps = {
@@ -346,6 +349,49 @@ def test_readers_remove_what_a_query_names(tmp_path):
     (row,) = passages(section, "w")
     assert row["text"] == 'a feline; "~, ~ and a lioness"'
     assert (row["query"], row["alternative"]) == ("big cat", "a feline")
+
+
+def test_clips_need_programs_and_speak_passages(tmp_path, recipe, monkeypatch):
+    monkeypatch.setitem(SLICES, "10k", Slice(45, 4))
+    monkeypatch.setattr(clips, "MAX_PER_LANGUAGE", 2)
+    monkeypatch.setattr(clips, "VIDEO_INTERVAL", 2)
+    with monkeypatch.context() as context:
+        context.setenv("PATH", "")
+        sentence = build(tmp_path / "data", ["clips"], recipe)[-1]
+    assert sentence.endswith("must be installed, on Debian by `apt-get install espeak-ng ffmpeg`")
+    if shutil.which("espeak-ng") is None or shutil.which("ffmpeg") is None:
+        pytest.skip("needs espeak-ng and ffmpeg")
+    build(tmp_path / "data", ["clips"], recipe)
+    folder = tmp_path / "data" / "clips"
+    queries = {row["_id"]: row for row in read_lines(folder / "queries.jsonl")}
+    answers = {query: ids for half in read_qrels(folder).values() for query, ids in half.items()}
+    assert answers.keys() == queries.keys()
+    items = {path.name for path in (folder / "items").iterdir()}
+    assert set().union(*answers.values()) == items
+    assert {Path(name).suffix for name in items} == {".mp3", ".mp4"}
+    assert len(items) == sum(json.loads((folder / "summary.json").read_text())["language"].values())
+
+
+@pytest.mark.heavy
+def test_the_smallest_packages_of_the_recipe_make_slices(tmp_path):
+    spec = yaml.safe_load(parts.RECIPE.read_text())
+    smallest: dict[str, dict[str, str]] = {}
+    for file in sorted(spec["files"], key=lambda file: file["bytes"]):
+        if file["bytes"] < 20e6:
+            smallest.setdefault(file["reader"], file)
+    assert len(smallest) == 8
+    try:
+        probe_url(f"{spec['mirrors'][0]}/{smallest['manuals']['path']}")
+    except SpecError as error:
+        pytest.skip(f"needs a mirror of Debian: {error}")
+    spec["files"] = list(smallest.values())
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(spec))
+    names = ["1k", "pages-1k", "images"]
+    assert build(tmp_path / "data", names, tmp_path / "recipe.yaml") == []
+    for name in names:
+        summary = json.loads((tmp_path / "data" / name / "summary.json").read_text())
+        assert summary["items"] >= 50, name
+        assert sum(summary["queries"].values()) >= 3, name
 
 
 def test_licences_are_those_of_the_copyright_files(tmp_path, recipe):

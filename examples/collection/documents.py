@@ -48,7 +48,7 @@ _IS_CAPTION = re.compile(rf"{_CAPTION}[.:]\s+(\S.*)", re.I)
 #: Lines of a list of figures, and headings of lists.
 _IS_LISTED = re.compile(r"(\. ?){4}|\s\d+$")
 _IS_LIST = re.compile(r"\b(index|contents|bibliography|references|list of)\b")
-#: Frequent words by language, of which a document has more than those of another language.
+#: Frequent words by language. A document has more of those of its own language.
 _FREQUENT = {
     "en": "the of is and to this with for",
     "de": "der die und das ist nicht mit für",

@@ -98,18 +98,28 @@ def build(
     sentences: list[str] = []
     if clips.NAME in names and not (data / clips.SOURCE).exists():
         names = [*names, clips.SOURCE]
+    larger = {file["slice"] for file in spec["files"] if "slice" in file}
+    wanted = [name for name in SLICES if name in names]  # the smallest first
     for family, write in FAMILIES.items():
-        wanted = {name: SLICES[name] for name in SLICES if name in names}
-        sizes = {name: size.num_items for name, size in wanted.items() if size.family == family}
-        if not sizes:
-            continue
-        files = [file for file in spec["files"] if READERS[file["reader"]].family == family]
-        check_space(data, files)
-        parts, missing = read_parts(data, files, spec["mirrors"], READERS, say)
-        if not parts:
-            raise SpecError("DATA", str(data), "a folder with at least one package", "has none")
-        write(data, parts, sizes, missing, say)
-        sentences += missing
+        for is_larger in (False, True):
+            sizes = {
+                name: SLICES[name].num_items
+                for name in wanted
+                if SLICES[name].family == family and (name in larger) == is_larger
+            }
+            if not sizes:
+                continue
+            files = [
+                file
+                for file in spec["files"]
+                if READERS[file["reader"]].family == family and (is_larger or "slice" not in file)
+            ]
+            check_space(data, files)
+            parts, missing = read_parts(data, files, spec["mirrors"], READERS, say)
+            if not parts:
+                raise SpecError("DATA", str(data), "a folder with at least one package", "has none")
+            write(data, parts, sizes, missing, say)
+            sentences += [sentence for sentence in missing if sentence not in sentences]
     return sentences + (clips.build_clips(data, say) if clips.NAME in names else [])
 
 

@@ -48,10 +48,13 @@ def write_pages(
     pages_of: dict[str, list[int]] = defaultdict(list)
     for number, row in enumerate(rows):
         pages_of[row["_id"].rpartition("#")[0]].append(number)
-    by_text = {
-        hash64("".join(rows[n]["text"] for n in pages)): name for name, pages in pages_of.items()
-    }
-    names = sorted(by_text.values(), key=hash64)  # one of equal documents
+    by_text: dict[int, str] = {}  # one of equal documents
+    for name, pages in pages_of.items():
+        by_text.setdefault(hash64("".join(rows[n]["text"] for n in pages)), name)
+    larger = {file["package"] for file in parts.values() if "slice" in file}
+    names = sorted(
+        by_text.values(), key=lambda name: (name.partition("/")[0] in larger, hash64(name))
+    )
     queries, found = _page_queries(rows, pages_of, names)
     chosen: dict[str, set[str]] = {}
     selected: set[str] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gzip
 import io
+import itertools
 import re
 import time
 import unicodedata
@@ -93,13 +94,15 @@ def contents(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yields the PDF documents in a package, except parts of TeX Live that are not clearly free."""
     licences = part_licences(path) if "texlive" in path.name else {}
     for name, content in members(path):
-        if name.endswith(".pdf"):
+        if name.endswith((".pdf", ".pdf.gz")):
             _, is_part, folder = name.rpartition("/")[0].partition("usr/share/doc/texlive-doc/")
             while is_part and folder and folder not in licences:
                 folder = folder.rpartition("/")[0]
             if not is_part or FREE.match(licences.get(folder, "")):
-                name = name.removeprefix("usr/share/")
-                yield re.sub(r"[^\w.+/-]", "_", name, flags=re.A), content
+                is_compressed = name.endswith(".gz")
+                name = name.removeprefix("usr/share/").removesuffix(".gz")
+                name = re.sub(r"[^\w.+/-]", "_", name, flags=re.A)
+                yield name, gzip.decompress(content) if is_compressed else content
 
 
 def read(path: Path, file: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -187,9 +190,8 @@ def _sections(
         if page is not None and page < len(texts):
             entries.append((bookmark.get_title(), page))
     counts = Counter(plain(title) for title, _ in entries)
-    for (title, page), (_, following) in zip(
-        entries, [*entries[1:], ("", len(texts))], strict=True
-    ):
+    entries.append(("", len(texts)))
+    for (title, page), (_, following) in itertools.pairwise(entries):
         name = plain(title)
         query = clean_query(_LABEL.sub("", title), is_heading=True)
         num_pages = max(following - page, 1)

@@ -35,6 +35,8 @@ MIN_BELOW = 300
 #: Lines up to this share of the longest one of their page do not continue on the next one.
 SHORT_LINE = 0.75
 SCAN_DPI, SCAN_QUALITY = 100, 60
+#: Share of the words of an edited page that may differ.
+MAX_LOST = 0.02
 #: Number of characters that must be legible.
 NUM_LEGIBLE = 5_000
 _CAPTION = (
@@ -139,9 +141,12 @@ def _read(identity: str, document: pdfium.PdfDocument) -> Iterator[dict[str, Any
         for number in pages_of[name]:
             lines[number].add(name)
     refused = remove(document, lines)
-    for number, names in lines.items():
-        texts[number] = _text(document, number)
-        refused |= names & {plain(line) for line in texts[number].splitlines()}
+    edited = {number: _text(document, number) for number in lines}
+    if any(_is_damaged(texts[number], edited[number], lines[number]) for number in lines):
+        queries, lines, edited = [], {}, {}
+    for number, text in edited.items():
+        texts[number] = text
+        refused |= lines[number] & {plain(line) for line in text.splitlines()}
     is_scan = len(texts) <= MAX_SCAN_PAGES and hash64(f"scan {identity}") % SCAN_INTERVAL == 0
     language = guess_language(" ".join(texts))
     for number, text in enumerate(texts):
@@ -156,8 +161,18 @@ def _read(identity: str, document: pdfium.PdfDocument) -> Iterator[dict[str, Any
             "is_scan": is_scan,
             "titles": titles,
             "queries": [query for query in used if plain(query.text) not in refused],
-            "lines": sorted(lines[number]) if number in lines else [],
+            "lines": sorted(lines.get(number, ())),
         }
+
+
+def _is_damaged(text: str, edited: str, names: set[str]) -> bool:
+    """Returns whether a page lost other words than those of its removed lines.
+
+    PDFium changes the characters of some fonts when it writes a page.
+    """
+    lines = [line for line in text.splitlines() if plain(line) not in names]
+    words = Counter(" ".join(lines).split())
+    return (words - Counter(edited.split())).total() > MAX_LOST * words.total() + 1
 
 
 def _text(document: pdfium.PdfDocument, number: int) -> str:

@@ -98,22 +98,20 @@ def build(
     sentences: list[str] = []
     if clips.NAME in names and not (data / clips.SOURCE).exists():
         names = [*names, clips.SOURCE]
-    larger = {file["slice"] for file in spec["files"] if "slice" in file}
-    wanted = [name for name in SLICES if name in names]  # the smallest first
+    order = list(SLICES)
     for family, write in FAMILIES.items():
-        for is_larger in (False, True):
-            sizes = {
-                name: SLICES[name].num_items
-                for name in wanted
-                if SLICES[name].family == family and (name in larger) == is_larger
-            }
-            if not sizes:
-                continue
-            files = [
-                file
-                for file in spec["files"]
-                if READERS[file["reader"]].family == family and (is_larger or "slice" not in file)
-            ]
+        sizes_by_files: dict[tuple[int, ...], dict[str, int | None]] = defaultdict(dict)
+        for name in order:  # the smallest first
+            if name in names and SLICES[name].family == family:
+                numbers = tuple(
+                    number
+                    for number, file in enumerate(spec["files"])
+                    if READERS[file["reader"]].family == family
+                    and order.index(file.get("slice", order[0])) <= order.index(name)
+                )
+                sizes_by_files[numbers][name] = SLICES[name].num_items
+        for numbers, sizes in sizes_by_files.items():
+            files = [spec["files"][number] for number in numbers]
             check_space(data, files)
             parts, missing = read_parts(data, files, spec["mirrors"], READERS, say)
             if not parts:

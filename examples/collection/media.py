@@ -51,9 +51,11 @@ def write_pages(
     by_text: dict[int, str] = {}  # one of equal documents
     for name, pages in pages_of.items():
         by_text.setdefault(hash64("".join(rows[n]["text"] for n in pages)), name)
-    larger = {file["package"] for file in parts.values() if "slice" in file}
+    level_of = {file["package"]: file.get("slice", "") for file in parts.values()}
+    levels = list(dict.fromkeys(level_of.values()))  # the packages of smaller slices first
     names = sorted(
-        by_text.values(), key=lambda name: (name.partition("/")[0] in larger, hash64(name))
+        by_text.values(),
+        key=lambda name: (levels.index(level_of[name.partition("/")[0]]), hash64(name)),
     )
     queries, found = _page_queries(rows, pages_of, names)
     chosen: dict[str, set[str]] = {}

@@ -29,7 +29,7 @@ FREE = re.compile(
 #: `SCAN_INTERVAL` is one.
 MAX_PAGES, MAX_SCAN_PAGES, SCAN_INTERVAL = 2_000, 40, 16
 #: Pages per query of each kind, and how many pages an answer has.
-PAGES_PER_QUERY, MAX_SECTION = 30, 3
+PAGES_PER_QUERY, MAX_SECTION = 12, 3
 #: Number of characters below a heading.
 MIN_BELOW = 300
 #: Lines up to this share of the longest one of their page do not continue on the next one.

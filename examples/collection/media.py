@@ -29,7 +29,9 @@ from pipeline.search.generators import bm25
 
 #: A document has at most this share of the pages of a slice.
 MAX_SHARE = 0.1
-#: Files are divided into batches of texts for BM25.
+#: Languages without spaces between words.
+UNSPACED = ("ja", "ko", "zh")
+#: Number of texts per batch for BM25.
 BATCH = 10_000
 #: Titles of collections, and what follows the subject in a title.
 _NOT_TITLE = re.compile(r"\b(clip ?art|theme|collection|icons?|untitled|unnamed|svg)\b|^\W*$", re.I)
@@ -121,7 +123,8 @@ def _page_queries(
         for place, number in enumerate(pages):
             row = rows[number]
             for kind, text, _, num_pages in row["queries"]:
-                if len(documents_of[documents.plain(text)]) == 1:
+                is_phrase = text.count(" ") > 1 or row["language"] in UNSPACED
+                if is_phrase and len(documents_of[documents.plain(text)]) == 1:
                     kind = "scan" if row["is_scan"] else kind
                     answers += [(len(queries), n) for n in pages[place : place + num_pages]]
                     queries.append(Query(text, row["language"], kind, document))

@@ -34,7 +34,10 @@ UNSPACED = ("ja", "ko", "zh")
 #: Number of texts per batch for BM25.
 BATCH = 10_000
 #: Titles of collections, and what follows the subject in a title.
-_NOT_TITLE = re.compile(r"\b(clip ?art|theme|collection|icons?|untitled|unnamed|svg)\b|^\W*$", re.I)
+_NOT_TITLE = re.compile(
+    r"clip ?art|\b(theme|collection|icons?|untitled|unnamed|svg|pattern|etiquette)\b|\w\.\w|^\W*$",
+    re.I,
+)
 _SUFFIX = re.compile(r"[\s_\d.]+$")
 
 
@@ -197,7 +200,7 @@ def _image_queries(keys: Iterable[str], titles: dict[str, dict[str, str]]) -> di
     queries = {}
     for number, key in enumerate(keys):
         found = {
-            name: _SUFFIX.sub("", " ".join(title.split()))
+            name: _SUFFIX.sub("", " ".join(title.replace("_", " ").split()))
             for name, title in titles.get(key, {}).items()
         }
         languages = sorted(found.keys() - {"en"}, key=lambda name: hash64(key + name))
@@ -213,4 +216,4 @@ def _image_queries(keys: Iterable[str], titles: dict[str, dict[str, str]]) -> di
 
 
 def _words(title: str) -> set[str]:
-    return set(re.findall(r"\w+", _SUFFIX.sub("", title).casefold()))
+    return set(re.findall(r"[^\W_]+", _SUFFIX.sub("", title).casefold()))

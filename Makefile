@@ -1,7 +1,7 @@
 # make demo        set up the environment, then index and evaluate the shipped collections
 # make test        set up the environment, then run the default tests
 # make test-fast   run the tests that need neither Ray nor training, in about three minutes
-# make test-all    run all tests, including the long ones
+# make test-all    run all tests, including the long ones; some need a network and are skipped
 # make lint        run ruff, mypy and the check of docs/style.md
 # make docs        build the documentation as build/docs/index.html
 # make models      retrain the shipped small models, in two to three hours

@@ -1,14 +1,16 @@
-"""Builds an open collection of passages and queries from pinned packages of Debian.
+"""Builds an open collection with queries from pinned packages of Debian.
 
-    python -m examples.collection build DATA [--slice 1k 10k 100k all]
+    python -m examples.collection build DATA [--slice 1k 10k pages-1k images clips ...]
     python -m examples.collection licences DATA
     python -m examples.collection table OUTPUT
     python -m examples.collection study SPEC
     python -m examples.collection defaults SPEC [--table defaults.csv]
+    python -m examples.collection projection OUTPUT
 
 `table` prints tables of the output folder of an evaluation. `study` compares the training-free
 methods at all budgets, codecs and scores, and `defaults` chooses among them on one half of the
-queries and tests the choice on the other.
+queries and tests the choice on the other. `projection` fits a projection of the token vectors to
+128 dimensions.
 
 Rerun the same command to resume. Packages that cannot be downloaded or read are listed, the slices
 are made of the others, and the exit code is 2. Once the packages are in DATA, no network is needed.
@@ -23,6 +25,7 @@ import jobs
 from examples.collection.build import SLICES, build
 from examples.collection.defaults import report
 from examples.collection.licences import licences
+from examples.collection.projection import fit_projection
 from examples.collection.study import StudySpec, study
 from examples.collection.table import tables
 from pipeline.config import parse, read
@@ -32,9 +35,8 @@ from pipeline.runtime.atomic import check_writable
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and builds slices, or prints tables."""
     parser = jobs.parser(__doc__)
-    parser.add_argument(
-        "verb", choices=["build", "licences", "table", "study", "defaults"], help="what to do"
-    )
+    verbs = ["build", "licences", "table", "study", "defaults", "projection"]
+    parser.add_argument("verb", choices=verbs, help="what to do")
     parser.add_argument(
         "data",
         metavar="DATA",
@@ -56,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print("\n".join(report(spec, Path(args.table) if args.table else None)))
         return
     check_writable(args.data, "DATA")
+    if args.verb == "projection":
+        print(fit_projection(Path(args.data)))
+        return
     if args.verb == "licences":
         for line in licences(Path(args.data), say=jobs.say):
             print(line)

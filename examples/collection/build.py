@@ -1,58 +1,80 @@
-"""Downloads the packages of the recipe, extracts their passages and writes slices of them.
+"""Makes slices: folders of items with queries and known answers.
 
 Shapes: N passages, H hashes of a sketch.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
-import shutil
-import tarfile
-import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
-from examples.collection import extract, markup
-from examples.collection.extract import EXTRACTORS, passages
-from examples.papers.downloads.fetch import fetch_url
+from examples.collection import clips, documents, extract, images, markup, media
+from examples.collection.parts import (
+    RECIPE,
+    Query,
+    Reader,
+    add_near_duplicates,
+    check_space,
+    hash64,
+    is_usable,
+    read_parts,
+    rows_of,
+    sketch,
+    slice_folder,
+    write_queries,
+    write_summary,
+)
 from pipeline.config import SpecError
-from pipeline.runtime.atomic import open_atomic
 from pipeline.search.generators import bm25
-
-RECIPE = Path(__file__).with_name("recipe.yaml")
 
 
 class Slice(NamedTuple):
-    """Number of passages, or None for all, and the unit of the numbers of queries."""
+    """Number of items, or None for all, and the unit of the numbers of queries of passages."""
 
-    num_passages: int | None
-    num_queries: int
+    num_items: int | None
+    num_queries: int = 0
+    family: str = "passages"
 
 
-#: Each slice contains the smaller ones, and the answers of its queries.
+#: A slice contains the smaller ones of its family, and the answers of its queries.
 SLICES = {
     "1k": Slice(1_000, 25),
     "10k": Slice(10_000, 350),
     "100k": Slice(100_000, 1_000),
     "all": Slice(None, 2_000),
+    "pages-1k": Slice(1_000, family="pages"),
+    "pages-10k": Slice(10_000, family="pages"),
+    "pages-100k": Slice(100_000, family="pages"),
+    "images": Slice(10_000, family="images"),
+    "clips": Slice(None, family="clips"),
 }
-HALVES = ("choose", "prove")
 #: Numbers of queries by kind, in units of a slice. BM25 answers most descriptions and synopses.
 SHARES = {"definition": 2, "translation": 2, "paraphrase": 1, "heading": 1}
 OTHER_SHARE = 0.5
 #: Kinds of queries that ask for another edition, by the kind of the section.
 CROSS = {"definition": "paraphrase"}
-#: A query with more answers says too little.
-MAX_ANSWERS = 10
-#: Two passages are near-duplicates if they share that many hashes of their sketches.
-SKETCH, MIN_SHARED = 8, 7
+
+
+def _source(*modules: Any) -> str:
+    return "".join(Path(module.__file__).read_text() for module in modules)
+
+
+def _passages(path: Path, file: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for section in extract.EXTRACTORS[file["reader"]](path, file.get("language", "")):
+        yield from extract.passages(section, file["package"])
+
+
+READERS = {
+    **dict.fromkeys(extract.EXTRACTORS, Reader("passages", _passages, _source(extract, markup))),
+    "documents": Reader("pages", documents.read, _source(documents)),
+    **{name: Reader("images", read, _source(images)) for name, read in images.READERS.items()},
+}
 
 
 def build(
@@ -61,10 +83,10 @@ def build(
     recipe: Path = RECIPE,
     say: Callable[[str], None] = print,
 ) -> list[str]:
-    """Writes slices: `corpus.jsonl`, `queries.jsonl`, `qrels/*.tsv` and `summary.json`.
+    """Writes slices: items, `queries.jsonl`, `qrels/*.tsv` and `summary.json`.
 
     A slice is in the folder `DATA/NAME`, which appears when it is complete. Downloads and extracted
-    passages are kept in `DATA`, so that an interrupted run resumes.
+    rows are kept in `DATA`, so that an interrupted run resumes.
 
     Returns:
         One sentence per package that could not be read; the others are written.
@@ -73,114 +95,60 @@ def build(
         SpecError: The disk is too small.
     """
     spec = yaml.safe_load(recipe.read_text())
-    check_space(data, spec["files"])
-    parts, missing = [], []
-    for file in spec["files"]:
-        try:
-            parts.append(_part(data, file, spec["mirrors"], say))
-        except (SpecError, ValueError, tarfile.TarError, EOFError, zlib.error) as error:
-            missing.append(f"{file['package']}: {error}")
-            say(f"missing package {missing[-1]}")
-    if not parts:
-        raise SpecError("DATA", str(data), "a folder with at least one package", "has none")
+    sentences: list[str] = []
+    if clips.NAME in names and not (data / clips.SOURCE).exists():
+        names = [*names, clips.SOURCE]
+    order = list(SLICES)
+    for family, write in FAMILIES.items():
+        sizes_by_files: dict[tuple[int, ...], dict[str, int | None]] = defaultdict(dict)
+        for name in order:  # the smallest first
+            if name in names and SLICES[name].family == family:
+                numbers = tuple(
+                    number
+                    for number, file in enumerate(spec["files"])
+                    if READERS[file["reader"]].family == family
+                    and order.index(file.get("slice", order[0])) <= order.index(name)
+                )
+                sizes_by_files[numbers][name] = SLICES[name].num_items
+        for numbers, sizes in sizes_by_files.items():
+            files = [spec["files"][number] for number in numbers]
+            check_space(data, files)
+            parts, missing = read_parts(data, files, spec["mirrors"], READERS, say)
+            if not parts:
+                raise SpecError("DATA", str(data), "a folder with at least one package", "has none")
+            write(data, parts, sizes, missing, say)
+            sentences += [sentence for sentence in missing if sentence not in sentences]
+    return sentences + (clips.build_clips(data, say) if clips.NAME in names else [])
+
+
+def write_passages(
+    data: Path,
+    parts: dict[Path, dict[str, Any]],
+    sizes: dict[str, int | None],
+    missing: list[str],
+    say: Callable[[str], None],
+) -> None:
+    """Writes slices of passages with their texts, `corpus.jsonl`."""
     corpus = _scan(parts)
     say(f"{len(corpus.ids):,} passages, equal ones included")
     queries = choose_queries(corpus.editions)
     selected, found = find_answers(corpus, queries)
-    for name in names:
-        folder, temporary = data / name, data / f".{name}.part"
-        shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / "qrels").mkdir(parents=True)
+    for name, size in sizes.items():
         used = _used(queries, found, SLICES[name].num_queries)
-        rows = _select(corpus, selected, found, used, SLICES[name].num_passages)
-        summary = _write(temporary, parts, rows, used) | {"missing": missing}
-        (temporary / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False))
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-        say(f"{folder}: {summary['passages']:,} passages, {len(used):,} queries")
-    return missing
+        rows = _select(corpus, selected, found, used, size)
+        with slice_folder(data, name) as folder:
+            _write(folder, parts, rows, used, missing)
+        say(f"{data / name}: {len(rows):,} passages, {len(used):,} queries")
 
 
-def check_space(data: Path, files: list[dict[str, Any]]) -> None:
-    """Raises `SpecError` if the disk is too small for the missing packages and their passages."""
-    absent = [file for file in files if not _download(data, file).exists()]
-    needed = 6 * sum(file["bytes"] for file in absent)
-    parent = next(path for path in (data, *data.absolute().parents) if path.exists())
-    if (free := shutil.disk_usage(parent).free) < needed:
-        rule = f"on a disk with {needed / 1e9:.1f} GB of free space"
-        raise SpecError("DATA", str(data), rule, f"has {free / 1e9:.1f} GB")
-
-
-def _download(data: Path, file: dict[str, Any]) -> Path:
-    return data / "downloads" / Path(file["path"]).name
-
-
-def fetch(data: Path, file: dict[str, Any], mirrors: list[str], say: Callable[[str], None]) -> Path:
-    """Returns the verified file of a package, from the first mirror that has it."""
-    path = _download(data, file)
-    for number, mirror in enumerate(mirrors):
-        try:
-            fetch_url(f"{mirror}/{file['path']}", path, f"sha256:{file['sha256']}", say)
-            break
-        except SpecError:
-            if number == len(mirrors) - 1:
-                raise
-    return path
-
-
-@functools.cache
-def _code() -> str:
-    return "".join(Path(module.__file__ or "").read_text() for module in (extract, markup))
-
-
-# -- passages of packages --------------------------------------------------------------------------
-
-
-def _part(data: Path, file: dict[str, Any], mirrors: list[str], say: Callable[[str], None]) -> Path:
-    """Returns the JSON lines of the passages of a package, which are extracted once."""
-    code = _hash(f"{_code()} {file}")
-    part = data / "parts" / f"{file['package']}-{code:016x}.jsonl"
-    if not part.exists():
-        path = fetch(data, file, mirrors, say)
-        sections = EXTRACTORS[file["reader"]](path, file.get("language", ""))
-        number = 0
-        with open_atomic(str(part)) as output:
-            for section in sections:
-                for row in passages(section, file["package"]):
-                    output.write(json.dumps(row, ensure_ascii=False) + "\n")
-                    number += 1
-        say(f"{file['package']}: {number:,} passages")
-    return part
-
-
-def sketch(text: str) -> np.ndarray:
-    """Returns the smallest hashes (H,) uint32 of the windows of 8 bytes of a text.
-
-    The share of common hashes estimates the share of common windows. Missing ones are 0.
-    """
-    content = np.frombuffer("".join(text.casefold().split()).encode().ljust(8), np.uint8)
-    windows = np.lib.stride_tricks.sliding_window_view(content, 8).copy().view("<u8")[:, 0]
-    mixed = (windows ^ (windows >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
-    hashes = mixed >> np.uint64(32)
-    smallest = np.unique(hashes)[:SKETCH]
-    return np.pad(smallest, (0, SKETCH - len(smallest))).astype(np.uint32)
+FAMILIES: dict[str, Callable[..., None]] = {
+    "passages": write_passages,
+    "pages": media.write_pages,
+    "images": media.write_images,
+}
 
 
 # -- queries and slices ----------------------------------------------------------------------------
-
-
-class Query(NamedTuple):
-    """A query whose answers begin the sections of an edition of a key.
-
-    It is in the slices whose number of queries is above `rank`.
-    """
-
-    text: str
-    language: str
-    kind: str
-    key: str
-    edition: str
-    rank: float
 
 
 class Corpus(NamedTuple):
@@ -203,13 +171,13 @@ class Corpus(NamedTuple):
     editions: dict[str, dict[str, list[dict[str, Any]]]]
 
 
-def _scan(parts: list[Path]) -> Corpus:
+def _scan(parts: dict[Path, dict[str, Any]]) -> Corpus:
     hashes, sketches = [], []
     editions: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for row in _rows(parts):
+    for row in rows_of(parts):
         text, key = " ".join(row["text"].casefold().split()), row["key"]
         answer = f"{key} {row['edition']}" if "query" in row else ""
-        hashes.append((_hash(text), _hash(key), _hash(answer), _hash(row["_id"])))
+        hashes.append((hash64(text), hash64(key), hash64(answer), hash64(row["_id"])))
         sketches.append(sketch(row["text"]))
         if "query" in row:
             fields = ("edition", "language", "query", "alternative")
@@ -234,10 +202,10 @@ def choose_queries(editions: dict[str, dict[str, list[dict[str, Any]]]]) -> list
     queries: list[Query] = []
     ranks = Counter[str]()
     for kind, keys in editions.items():
-        for key in sorted(keys, key=_hash):
+        for key in sorted(keys, key=hash64):
             editions_of = {row["edition"]: row for row in keys[key]}
-            names = sorted(editions_of, key=lambda name: _hash(f"{key} {name}"))
-            is_cross = len(names) > 1 and _hash(f"cross {key}") % 2 == 1
+            names = sorted(editions_of, key=lambda name: hash64(f"{key} {name}"))
+            is_cross = len(names) > 1 and hash64(f"cross {key}") % 2 == 1
             answer, row = editions_of[names[0]], editions_of[names[is_cross]]
             asked = CROSS.get(kind, "translation") if is_cross else kind
             text = (row["alternative"] if is_cross else "") or row["query"]
@@ -257,29 +225,21 @@ def find_answers(corpus: Corpus, queries: list[Query]) -> tuple[np.ndarray, list
     The rest of the section of an answer, its other editions, and all but the first of equal texts
     are not in the collection. Near-duplicates of an answer are answers.
     """
-    reserved = np.array([_hash(query.key) for query in queries], np.uint64)
-    answers = {_hash(f"{query.key} {query.edition}"): n for n, query in enumerate(queries)}
+    reserved = np.array([hash64(query.key) for query in queries], np.uint64)
+    answers = {hash64(f"{query.key} {query.edition}"): n for n, query in enumerate(queries)}
     is_answer = np.isin(corpus.answers, np.array(list(answers), np.uint64))
     candidates = np.flatnonzero(is_answer | ~np.isin(corpus.keys, reserved))
     _, first, inverse = np.unique(corpus.texts[candidates], return_index=True, return_inverse=True)
     unique = np.zeros(len(is_answer), bool)
     unique[candidates[first]] = True
     found: list[set[int]] = [set() for _ in queries]
-    owners: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    places: list[tuple[int, int]] = []
     for place in np.flatnonzero(is_answer[candidates]):
         row = int(candidates[place])
         number = answers[int(corpus.answers[row])]
         found[number].add(int(candidates[first[inverse[place]]]))
-        for value in corpus.sketches[row].tolist():
-            owners[value].add((number, row))
-    owners.pop(0, None)
-    shared = np.isin(corpus.sketches, np.array(list(owners), np.uint32)).sum(1)
-    for row in np.flatnonzero(unique & (shared >= MIN_SHARED)).tolist():
-        values = corpus.sketches[row].tolist()
-        counts = Counter(owner for value in values for owner in owners.get(value, ()))
-        for (number, _), count in counts.items():
-            if count >= MIN_SHARED:
-                found[number].add(row)
+        places.append((number, row))
+    add_near_duplicates(found, places, corpus.sketches, unique)
     return unique, found
 
 
@@ -290,7 +250,7 @@ def _used(
     return [
         (query, rows)
         for query, rows in zip(queries, found, strict=True)
-        if query.rank < num_queries and 0 < len(rows) <= MAX_ANSWERS
+        if query.rank < num_queries and is_usable(rows)
     ]
 
 
@@ -313,56 +273,25 @@ def _select(
 
 
 def _write(
-    folder: Path, parts: list[Path], rows: np.ndarray, used: list[tuple[Query, set[int]]]
-) -> dict[str, Any]:
-    """Writes the files of a slice and returns its numbers of passages and queries."""
+    folder: Path,
+    parts: dict[Path, dict[str, Any]],
+    rows: np.ndarray,
+    used: list[tuple[Query, set[int]]],
+    missing: list[str],
+) -> None:
     wanted = set(rows.tolist())
     ids: dict[int, str] = {}
-    codes, texts = [], []
-    counts: dict[str, Counter[str]] = {"language": Counter(), "package": Counter()}
+    codes, texts, infos = [], [], []
     with (folder / "corpus.jsonl").open("w", encoding="utf-8") as file:
-        for number, row in enumerate(_rows(parts)):
+        for number, row in enumerate(rows_of(parts)):
             if number in wanted:
                 ids[number] = row["_id"]
-                for field, counter in counts.items():
-                    counter[row[field]] += 1
-                fields = {"_id": row["_id"], "text": row["text"], "language": row["language"]}
-                file.write(json.dumps(fields | {"package": row["package"]}, ensure_ascii=False))
-                file.write("\n")
+                fields = {name: row[name] for name in ("_id", "text", "language", "package")}
+                infos.append({name: row[name] for name in ("language", "package")})
+                file.write(json.dumps(fields, ensure_ascii=False) + "\n")
                 texts.append(row["text"])
                 if len(texts) == 10_000:
                     codes.append(bm25.encode(texts))
                     texts = []
     codes.append(bm25.encode(texts))
-    ranker = bm25.Postings(bm25.Bm25(bm25.Bm25.Spec(), bm25.statistics(codes)), codes)
-    summary: Counter[str] = Counter()
-    qrels = {half: ["query-id\tcorpus-id\tscore\n"] for half in HALVES}
-    with (folder / "queries.jsonl").open("w", encoding="utf-8") as file:
-        for query, answers in used:
-            identity, half = f"{_hash(query.text + query.key):016x}", HALVES[_hash(query.key) % 2]
-            scores = ranker.scores(query.text)
-            best = np.argpartition(-scores, min(10, len(scores) - 1))[:10]
-            is_found = any(rows[index] in answers for index in best if scores[index] > 0)
-            line = {"_id": identity, "text": query.text, "kind": query.kind}
-            line |= {"language": query.language, "bm25": "found" if is_found else "not found"}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            qrels[half] += [f"{identity}\t{ids[row]}\t1\n" for row in sorted(answers)]
-            summary[f"{half}, {query.kind}, BM25 {line['bm25']}"] += 1
-    for half, lines in qrels.items():
-        (folder / "qrels" / f"{half}.tsv").write_text("".join(lines), encoding="utf-8")
-    return {
-        "passages": len(rows),
-        **{field: dict(counter.most_common()) for field, counter in counts.items()},
-        "queries": dict(sorted(summary.items())),
-    }
-
-
-def _rows(parts: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    for part in parts:
-        with part.open(encoding="utf-8") as file:
-            yield from map(json.loads, file)
-
-
-def _hash(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    write_summary(folder, infos, write_queries(folder, used, ids, codes), missing)

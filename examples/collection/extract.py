@@ -20,6 +20,8 @@ from examples.collection import markup
 MIN_BYTES, MAX_BYTES = 30, 600
 #: Number of characters of a query, and what makes a heading a signature or a name.
 QUERY_CHARACTERS = range(8, 120)
+#: Regions whose language differs in vocabulary or script.
+REGIONS = ("BR", "CN", "TW", "HK")
 _IS_NAME = re.compile(
     r"[()<>*&=_{}\\/|$@]|::|[a-z][A-Z]|\w\.\w|--|^\W*(Class|Interface|Enum|Uses of|Package) "
 )
@@ -211,17 +213,32 @@ def _text(content: bytes) -> str:
     return content.decode("latin-1")
 
 
+def clean_query(text: str, is_heading: bool, is_word: bool = False) -> str:
+    """Returns a heading, synopsis or headword as a query, or an empty string if it is unsuitable.
+
+    >>> clean_query("2.1 How to use it", True), clean_query("Use it", True)
+    ('How to use it', '')
+    """
+    query = " ".join(re.sub(r"^[\d.\s]+|¶|\[edit\]", "", text).split())
+    is_phrase = is_word or query.count(" ") > 1 or not query.isascii()
+    is_long = is_word or len(query) in QUERY_CHARACTERS
+    return "" if not is_phrase or not is_long or (is_heading and _IS_NAME.search(query)) else query
+
+
+def normalise_language(language: str) -> str:
+    """Returns the code of a language, with the region only if it is another one than usual.
+
+    >>> normalise_language("it_IT"), normalise_language("pt-br"), normalise_language("en-US")
+    ('it', 'pt-BR', 'en')
+    """
+    name, _, region = language.replace("_", "-").partition("-")
+    return f"{name}-{region.upper()}" if region.upper() in REGIONS else name
+
+
 def passages(section: Section, package: str) -> Iterator[dict[str, Any]]:
     """Yields the passages of a section. The first has the query, unless that is unsuitable."""
-    query = " ".join(re.sub(r"^[\d.\s]+|¶|\[edit\]", "", section.query).split())
-    if section.kind != "definition":
-        is_phrase = query.count(" ") > 1 or not query.isascii()
-        if len(query) not in QUERY_CHARACTERS or not is_phrase:
-            query = ""
-    if section.kind == "heading" and _IS_NAME.search(query):
-        query = ""
-    language, _, region = section.language.replace("_", "-").partition("-")
-    language += f"-{region.upper()}" if region else ""
+    query = clean_query(section.query, section.kind == "heading", section.kind == "definition")
+    language = normalise_language(section.language)
     for number, text in enumerate(chunks(section.paragraphs)):
         row = {
             "_id": f"{package}/{section.path}-{number}",

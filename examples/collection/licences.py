@@ -9,8 +9,9 @@ from pathlib import Path
 
 import yaml
 
-from examples.collection.build import RECIPE, fetch
+from examples.collection import documents
 from examples.collection.extract import members
+from examples.collection.parts import RECIPE, fetch
 
 #: Phrases of copyright files that have no `License` fields.
 _PHRASES = {
@@ -41,7 +42,11 @@ def licences(
             path = fetch(data, file, spec["mirrors"], say)
             wanted = f"usr/share/doc/{file['package']}/copyright"
             content = next((text for name, text in members(path) if name == wanted), b"")
-            names = ", ".join(licence_names(content.decode(errors="replace")))
+            text = content.decode(errors="replace")
+            if parts := documents.part_licences(path) if "texlive" in path.name else {}:
+                free = [licence for licence in parts.values() if documents.FREE.match(licence)]
+                text = "\n".join(f"License: {licence}" for licence in free)
+            names = ", ".join(licence_names(text))
             names = names or "those of its source package"
         packages.setdefault((file.get("version", RELEASE), names), []).append(file["package"])
     yield "| packages | version | licences, the most frequent first |"

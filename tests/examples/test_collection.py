@@ -6,22 +6,30 @@ import gzip
 import hashlib
 import io
 import json
+import re
+import shutil
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import yaml
+from PIL import Image
 
-from examples.collection import build as building
+from examples.collection import clips, documents, media, parts
 from examples.collection.__main__ import main
-from examples.collection.build import HALVES, SLICES, Slice, build, sketch
+from examples.collection.build import SLICES, Slice, build
 from examples.collection.extract import EXTRACTORS, members, passages
 from examples.collection.licences import licences
+from examples.collection.parts import HALVES, sketch
 from examples.collection.table import tables
+from examples.papers.downloads.fetch import probe_url
 from pipeline.config import SpecError, parse
+from pipeline.data.decode.pdf import open_document, read_pages
 from pipeline.eval.evaluation import run
 from pipeline.eval.spec import EvaluateSpec
+from tests.pdfs import Page, pdf
 
 COPYRIGHT = b"Files: *\nLicense: GPL-2+\n text\n"
 
@@ -186,10 +194,156 @@ def test_slices_contain_the_smaller_ones(tmp_path, recipe, monkeypatch):
     assert rows["1k"] < rows["10k"]
 
 
+def bookmarks(*entries: tuple[str, int]) -> str:
+    """Returns the entry of the catalogue for an outline of titles and numbers of pages from 0."""
+    item = ""
+    for title, number in reversed(entries):
+        following = f"/Next {item}" if item else ""
+        item = f"<< /Title ({title}) /Dest [{5 + 2 * number} 0 R /Fit] {following} >>"
+    return f"/Outlines << /First {item} >>"
+
+
+def page_of(number: int, *lines: str) -> Page:
+    """Returns a page of 40 lines of its own below the given lines."""
+    body = [text_of(place * 1000 + number, "en") for place in range(10)]
+    words = [(20, 800 - 15 * place, line) for place, line in enumerate([*lines, *body])]
+    return Page(words, (900, 850))
+
+
+@pytest.fixture
+def pages_recipe(tmp_path) -> Path:
+    """Recipe of a package of TeX Live with free and other documents."""
+    downloads = tmp_path / "data" / "downloads"
+    downloads.mkdir(parents=True)
+    licences = "pgf: lppl1.3\ntexmf-dist/doc/pgf/*\nodd: other-free\ntexmf-dist/doc/odd/*\n"
+    files = {"usr/share/doc/texlive-x/Licenses.gz": gzip.compress(licences.encode())}
+    for number in range(12):
+        heading, caption = f"2.1 How plot {number} is drawn", f"Figure 3: Plot of case {number}x"
+        pages = [
+            page_of(number, f"{heading} . . . . 2"),
+            page_of(100 + number, heading),
+            page_of(200 + number, heading, caption),
+            page_of(300 + number, "A heading that is shared"),
+        ]
+        outline = bookmarks((heading, 1), ("A heading that is shared", 3))
+        name = "odd" if number == 11 else "pgf/sub"
+        files[f"usr/share/doc/texlive-doc/{name}/m {number}.pdf"] = pdf(*pages, root=outline)
+    files["usr/share/doc/texlive-doc/pgf/copy.pdf"] = files[
+        "usr/share/doc/texlive-doc/pgf/sub/m 0.pdf"
+    ]
+    files["usr/share/doc/texlive-doc/pgf/broken.pdf"] = b"%PDF-1.7"
+    make_deb(downloads / "texlive-x.deb", files)
+    content = (downloads / "texlive-x.deb").read_bytes()
+    row = {"package": "texlive-x", "path": "texlive-x.deb", "bytes": 1, "reader": "documents"}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({"mirrors": [], "files": [row | {"sha256": hash_of(content)}]}))
+    return path
+
+
+def read_texts(path: Path) -> list[str]:
+    """Returns the text layers of a document as the source `pages` reads them."""
+    numbers = list(range(1, len(open_document(str(path))) + 1))
+    read = read_pages(str(path), numbers, {"text": True, "image": False})
+    return [" ".join(page["text"].split()) for page in read]
+
+
+def test_lines_of_queries_are_removed_from_their_documents(tmp_path, pages_recipe, monkeypatch):
+    monkeypatch.setitem(SLICES, "pages-1k", Slice(20, family="pages"))
+    monkeypatch.setitem(SLICES, "pages-10k", Slice(1000, family="pages"))
+    monkeypatch.setattr(documents, "SCAN_INTERVAL", 4)
+    monkeypatch.setattr(documents, "PAGES_PER_QUERY", 2)
+    monkeypatch.setattr(media, "MAX_SHARE", 1)
+    assert build(tmp_path / "data", ["pages-10k", "pages-1k"], pages_recipe) == []
+    folder = tmp_path / "data" / "pages-10k"
+    queries = {row["_id"]: row for row in read_lines(folder / "queries.jsonl")}
+    texts = {}
+    for path in sorted((folder / "documents").rglob("*.pdf")):
+        name = path.relative_to(folder / "documents").as_posix()
+        texts |= {f"{name}#page={n}": text for n, text in enumerate(read_texts(path), start=1)}
+    assert len(texts) == 11 * 4  # neither the copy, nor the one with another licence
+    assert not any(name in path for path in texts for name in ("odd", "broken", " "))
+    scans = {path for path, text in texts.items() if not text}
+    assert 0 < len(scans) < len(texts)
+    assert {query["kind"] for query in queries.values()} == {"section", "caption", "scan"}
+    kinds = {"section": 2, "caption": 1}
+    for half, answers in read_qrels(folder).items():
+        assert answers, half
+        for query, pages in answers.items():
+            row = queries[query]
+            assert "shared" not in row["text"]
+            (document,) = {page.partition("#")[0] for page in pages}
+            assert f"m_{re.findall('[0-9]+', row['text'])[-1]}.pdf" in document
+            is_scan = pages <= scans
+            assert is_scan == (row["kind"] == "scan")
+            if not is_scan:
+                assert len(pages) == kinds[row["kind"]]
+                assert row["bm25"] == "not found"  # its words are in no other line
+            for page, text in texts.items():
+                assert row["text"] not in text or page.partition("#")[0] != document
+    small = tmp_path / "data" / "pages-1k"
+    summary = json.loads((small / "summary.json").read_text())
+    assert summary["items"] == 20
+    assert summary["package"] == {"texlive-x": 20}
+    for path in (small / "documents").rglob("*.pdf"):
+        assert path.read_bytes() == (folder / path.relative_to(small)).read_bytes()
+
+
+def image_of(colour: str) -> bytes:
+    output = io.BytesIO()
+    Image.new("RGB", (20, 20), colour).save(output, "PNG")
+    return output.getvalue()
+
+
+def test_titles_and_their_translations_find_images(tmp_path):
+    downloads = tmp_path / "data" / "downloads"
+    downloads.mkdir(parents=True)
+    colours = ["red", "green", "blue", "white", "black", "red"]
+    names = ["red fox", "green frog", "blue whale", "icon theme", "big dog", "dog"]
+    png = {f"usr/share/openclipart/png/a/{n}.png": image_of(c) for n, c in enumerate(colours)}
+    svg = {
+        f"usr/share/openclipart/svg/a/{n}.svg": f"<dc:title>{name} 01</dc:title>".encode()
+        for n, name in enumerate(names)
+    }
+    stamps = {
+        f"usr/share/tuxpaint/stamps/{n}.{suffix}": content
+        for n in range(20)
+        for suffix, content in (
+            ("png", image_of(f"#{n:02x}{12 * n:02x}80")),
+            ("txt", f"A stamp{n}x here.\nde.utf8=Die Marke{n}x.\nde_AT.utf8=\n".encode()),
+        )
+    }
+    rows = []
+    for name, reader, files in (
+        ("png", "clipart", png),
+        ("svg", "titles", svg),
+        ("stamps", "stamps", stamps),
+    ):
+        make_deb(downloads / name, files)
+        sha256 = hash_of((downloads / name).read_bytes())
+        row = {"package": name, "path": name, "bytes": 1, "reader": reader, "sha256": sha256}
+        rows.append(row)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"mirrors": [], "files": rows}))
+    build(tmp_path / "data", ["images"], recipe)
+    folder = tmp_path / "data" / "images"
+    answers = {query: ids for half in read_qrels(folder).values() for query, ids in half.items()}
+    queries = {row["_id"]: row for row in read_lines(folder / "queries.jsonl")}
+    by_text = {queries[name]["text"]: ids for name, ids in answers.items()}
+    assert by_text["red fox"] == {"png/a/0.png", "png/a/5.png"}  # equal images
+    assert by_text["green frog"] == {"png/a/1.png"}
+    assert not {"icon theme", "dog"} & by_text.keys()  # no subject, and a part of another title
+    german = {text for text in by_text if text.startswith("Die")}
+    assert german == {q["text"] for q in queries.values() if q["kind"] == "title translation"}
+    assert len(german) + len([text for text in by_text if "stamp" in text]) == 20
+    assert 0 < len(german) < 20
+    for text, ids in by_text.items():
+        assert all((folder / "images" / name).exists() for name in ids), text
+
+
 def test_near_duplicates_share_hashes():
     text = text_of(1, "en")
     shared = [len(set(sketch(text)) & set(sketch(other))) for other in (text + " x", text[::-1])]
-    assert shared[0] >= building.MIN_SHARED > 2 > shared[1]
+    assert shared[0] >= parts.MIN_SHARED > 2 > shared[1]
 
 
 def test_readers_remove_what_a_query_names(tmp_path):
@@ -200,6 +354,49 @@ def test_readers_remove_what_a_query_names(tmp_path):
     (row,) = passages(section, "w")
     assert row["text"] == 'a feline; "~, ~ and a lioness"'
     assert (row["query"], row["alternative"]) == ("big cat", "a feline")
+
+
+def test_clips_need_programs_and_speak_passages(tmp_path, recipe, monkeypatch):
+    monkeypatch.setitem(SLICES, "10k", Slice(45, 4))
+    monkeypatch.setattr(clips, "MAX_PER_LANGUAGE", 1)
+    with monkeypatch.context() as context:
+        context.setenv("PATH", "")
+        sentence = build(tmp_path / "data", ["clips"], recipe)[-1]
+    assert sentence.endswith("must be installed, on Debian by `apt-get install espeak-ng ffmpeg`")
+    if shutil.which("espeak-ng") is None or shutil.which("ffmpeg") is None:
+        pytest.skip("needs espeak-ng and ffmpeg")
+    build(tmp_path / "data", ["clips"], recipe)
+    folder = tmp_path / "data" / "clips"
+    queries = {row["_id"]: row for row in read_lines(folder / "queries.jsonl")}
+    answers = {query: ids for half in read_qrels(folder).values() for query, ids in half.items()}
+    assert answers.keys() == queries.keys()
+    items = {path.name for path in (folder / "items").iterdir()}
+    assert set().union(*answers.values()) == items
+    videos = [Path(name).stem for name in items if name.endswith(".mp4")]
+    assert videos == [Path(name).stem for name in items if int(Path(name).stem, 16) % 3 == 0]
+    assert len(items) == sum(json.loads((folder / "summary.json").read_text())["language"].values())
+
+
+@pytest.mark.heavy
+def test_the_smallest_packages_of_the_recipe_make_slices(tmp_path):
+    spec = yaml.safe_load(parts.RECIPE.read_text())
+    smallest: dict[str, dict[str, str]] = {}
+    for file in sorted(spec["files"], key=lambda file: file["bytes"]):
+        if file["bytes"] < 20e6:
+            smallest.setdefault(file["reader"], file)
+    assert len(smallest) == 8
+    try:
+        probe_url(f"{spec['mirrors'][0]}/{smallest['manuals']['path']}")
+    except SpecError as error:
+        pytest.skip(f"needs a mirror of Debian: {error}")
+    spec["files"] = list(smallest.values())
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(spec))
+    names = ["1k", "pages-1k", "images"]
+    assert build(tmp_path / "data", names, tmp_path / "recipe.yaml") == []
+    for name in names:
+        summary = json.loads((tmp_path / "data" / name / "summary.json").read_text())
+        assert summary["items"] >= 50, name
+        assert sum(summary["queries"].values()) >= 3, name
 
 
 def test_licences_are_those_of_the_copyright_files(tmp_path, recipe):

@@ -454,7 +454,6 @@ def test_study_equals_an_evaluation(index_uri, tmp_path, capsys):
     spec = {
         "output": str(tmp_path / "out"),
         "collections": {"few": {"index": index_uri, "benchmark": benchmark, "halves": True}},
-        "candidates": 3,
         "fusions": {"fused": {"weights": {"bm25": 0.2}}},
         "grids": [{"methods": ["none", "hpool"], "budgets": [4], "codecs": ["float16"]}],
     }

@@ -525,7 +525,7 @@ SYSTEMS: dict[str, System] = {
     "PyLate, Voyager": pylate("Voyager"),
     "PyLate, TACHIOM": pylate("TachiomIndex"),
     "Lance, multi-vector": System("pylance", build_lance, open_lance),
-    "MUVERA": System("numpy", build_muvera, open_muvera, is_rescored=True),
+    "MUVERA in NumPy": System("numpy", build_muvera, open_muvera, is_rescored=True),
     "faiss, IVF of tokens": System("faiss-cpu", build_token_ivf, open_token_ivf, is_rescored=True),
     "Maxray, single vector": maxray(single=True),
     "sentence-transformers": System("sentence-transformers", build_singles, open_singles),

@@ -413,7 +413,7 @@ def build_singles(data: Data, folder: Path) -> None:
 
 
 def open_singles(data: Data, folder: Path) -> Iterator[tuple[str, Search]]:
-    """Loads single vectors, all of which are scored."""
+    """Loads single vectors, and scores all of them."""
     import torch
     from sentence_transformers import util
 

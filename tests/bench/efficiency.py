@@ -236,11 +236,11 @@ def write_figure(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     panels = figure.subplots(1, 2)
     measured = [row for row in rows if row["ok"]]
     for number, name in enumerate(dict.fromkeys(row["system"] for row in measured)):
-        points = [row for row in measured if row["system"] == name]
+        settings = [row for row in measured if row["system"] == name]
         style = STYLES[number % len(STYLES)] | {"color": COLORS[number % len(COLORS)]}
-        best = max(points, key=lambda row: row["ndcg"])
+        best = max(settings, key=lambda row: row["ndcg"])
         panels[0].plot(best["bytes"], best["ndcg"], label=name, **style | {"linestyle": "none"})
-        timed = sorted((row["p50"].median, row["recall"]) for row in points if row["p50"])
+        timed = sorted((row["p50"].median, row["recall"]) for row in settings if row["p50"])
         if timed:
             panels[1].plot(*zip(*timed, strict=True), **style)
     panels[0].set(xscale="log", xlabel="bytes per item", ylabel=f"nDCG@{K}")

@@ -413,7 +413,7 @@ def build_singles(data: Data, folder: Path) -> None:
 
 
 def open_singles(data: Data, folder: Path) -> Iterator[tuple[str, Search]]:
-    """Loads single vectors. All of them are scored."""
+    """Loads single vectors, and scores all of them."""
     import torch
     from sentence_transformers import util
 
@@ -525,7 +525,7 @@ SYSTEMS: dict[str, System] = {
     "PyLate, Voyager": pylate("Voyager"),
     "PyLate, TACHIOM": pylate("TachiomIndex"),
     "Lance, multi-vector": System("pylance", build_lance, open_lance),
-    "MUVERA": System("numpy", build_muvera, open_muvera, is_rescored=True),
+    "MUVERA in NumPy": System("numpy", build_muvera, open_muvera, is_rescored=True),
     "faiss, IVF of tokens": System("faiss-cpu", build_token_ivf, open_token_ivf, is_rescored=True),
     "Maxray, single vector": maxray(single=True),
     "sentence-transformers": System("sentence-transformers", build_singles, open_singles),

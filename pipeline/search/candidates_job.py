@@ -65,8 +65,8 @@ class CandidatesJobSpec(Spec):
     fit_seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the sample."""
     recall: float = Field(0.98, ge=0.5, lt=1)
-    """Wanted recall of the exact results, which determines the numbers of items that searches keep
-    by default. They are measured with the last past queries, or with vectors of the items."""
+    """Wanted recall of the exact results, which determines the default number of candidates. It is
+    measured with past queries, or with vectors of the items."""
     commit_fragments: PositiveInt = 8
     """Number of fragments per commit."""
 
@@ -204,7 +204,7 @@ class Candidates(AddedColumns):
         info: CandidatesInfo,
         report: Callable[[str], None],
     ) -> None:
-        """Measures and stores the numbers of items that searches keep."""
+        """Measures and stores the default numbers of candidates."""
         start = time.perf_counter()
         queries = list(split_queries(self.queries)[1])
         with session.monitor.phase(f"measure {info.generator_name}"):
@@ -217,7 +217,7 @@ class Candidates(AddedColumns):
         )
         pairs = zip(numbers.counts, DEPTHS, strict=True)
         found = " and ".join(f"{count:,} for {depth} hits" for count, depth in pairs)
-        seconds = time.perf_counter() - start
+        seconds = f"{time.perf_counter() - start:.1f} s"
         name, recall = info.generator_name, f"{numbers.recall:g}"
         report(f"{name} needs these candidates for recall {recall}: {found} ({seconds})")
 

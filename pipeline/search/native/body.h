@@ -60,8 +60,7 @@ static inline void decode_int8(const int8_t* in, int dim, float* out) {
 // Expands the codes of a row to the integers 2 code - (2^bits - 1), or 2 code if unsigned. The order is that of the bit
 // positions: first the lowest code of every byte, then the next one. Queries are packed in the same
 // order, because no byte has to move. One bit is a mask with AVX-512, so that the order is that of the
-// dimensions. Values beyond the last dimension are arbitrary, because the
-// query is zero there.
+// dimensions. Values beyond the last dimension are arbitrary, because the query is zero there.
 template <class Value>
 static inline void expand(const Documents& docs, int64_t row, Value* out) {
     typedef uint8_t bytes __attribute__((vector_size(16)));

@@ -75,7 +75,7 @@ def test_help_does_not_import_slow_modules():
 
 def test_search_help_equals_schema():
     (_, output, _) = run(["search", "--help"])[0]
-    assert f"(default: {DEFAULT_RERANK_DEPTH})" in output
+    assert f"`top` hits ({DEFAULT_RERANK_DEPTH})" in output
 
 
 NOWHERE = "/nowhere/at/all"

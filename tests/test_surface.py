@@ -8,8 +8,8 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 51_540,
-    "lines of code outside unit tests": 66_510,
+    "lines of code in pipeline/ and jobs/": 51_560,
+    "lines of code outside unit tests": 66_540,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 7,

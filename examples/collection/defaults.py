@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from examples.collection.build import HALVES
+from examples.collection.parts import HALVES
 from examples.collection.study import StudySpec
 from pipeline.defaults import CODEC, COMPRESSOR, SCORE
 

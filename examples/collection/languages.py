@@ -90,7 +90,7 @@ def plot(
         axes.bar(positions, means, 0.38, yerr=errors, capsize=2, color=COLORS[number], label=name)
     axes.set_xticks(range(len(groups)), [f"{n}\n({len(q)})" for n, q in groups.items()])
     axes.set_ylabel(MEASURE)
-    axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
+    axes.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     apply_style(axes)
     return figure
 

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import torch
 from pydantic import PositiveInt
 
-from examples.collection.build import HALVES
+from examples.collection.parts import HALVES
 from pipeline.config import Spec, dump
 from pipeline.eval.recommend.measure import compress
 from pipeline.eval.recommend.sample import Sample, draw_sample

@@ -62,7 +62,7 @@ def run(spec: EvaluateSpec, report: Callable[[str], None]) -> Evaluation:
     results: list[Result] = []
     for name in (*names, FEDERATION):
         entry = evaluator.member(name) if name != FEDERATION else evaluator.federation()
-        fields = entry.model_dump(exclude={"rankings"})
+        fields = entry.model_dump(exclude={"rankings", "rerank_usage"})
         best = max(results, key=lambda result: result.means[headline]).name if results else ""
         first_stage = best if name == FEDERATION else ""
         result = Result(name, FEDERATED, None, FEDERATED, "", **fields, first_stage=first_stage)

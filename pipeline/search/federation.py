@@ -291,8 +291,8 @@ def score_scale(name: str, info: RepresentationInfo, options: SearchOptions) -> 
 def item_ranges(index: IndexReader, rankings: Sequence[Ranking]) -> dict[str, Range]:
     """Reads the ranges of ranked items in their parents, by which hits are joined by overlap."""
     item_ids = sorted({item_id for ranking in rankings for item_id in ranking.item_ids})
-    ranges = {}
-    for row in index.items(item_ids, ["span"]).to_pylist():
+    ranges: dict[str, Range] = {}
+    for row in index.items(item_ids, ["span"]).to_pylist() if item_ids else ():
         if (span := row["span"]) and span["unit"]:
             ranges[row["item_id"]] = span["unit"], span["start"], span["end"]
     return ranges

@@ -105,7 +105,7 @@ def test_slices_give_equal_results(searcher, monkeypatch, score):
     """Results do not depend on the size of slices."""
     texts = ["lift of a wing", "heat", "crust of the bread"]
     queries, rows = searcher.queries(texts, "full"), np.array([0, 2, 3, 5])
-    options = SearchOptions(representation="full", k=5, score=score)
+    options = SearchOptions(representation="full", k=5, score=score, candidates="exact")
     for selected in (None, rows):
         expected = searcher.scorer.rank(queries, options, selected)
         monkeypatch.setattr("pipeline.search.score.SLICE_PAIRS", 200)

@@ -19,6 +19,7 @@ from pipeline.config import parse
 from pipeline.index.reader import ITEMS
 from pipeline.search.federated import FederatedSearcher
 from pipeline.search.options import SearchOptions
+from pipeline.serve import wire
 from pipeline.serve.api import create_app
 from pipeline.serve.client import Client, ServerError
 from pipeline.serve.deployments import create_stages
@@ -28,7 +29,6 @@ from pipeline.serve.local import run_locally
 from pipeline.serve.metrics import Metrics
 from pipeline.serve.settings import ServeSpec
 from tests.serve.conftest import free_port, write_keys
-from tests.serve.test_gateway import error_message
 
 QUERIES = ["the lift of a wing", "heat", "bread with a golden crust"]
 KEYS = {
@@ -127,6 +127,15 @@ def http(server) -> Iterator[httpx2.Client]:
     headers = {"Authorization": "Bearer mr_all"}
     with httpx2.Client(base_url=server.url, headers=headers, timeout=30) as http:
         yield http
+
+
+def error_message(
+    response: httpx2.Response, status: int, code: str, field: str | None = None
+) -> str:
+    """Returns the message of an error, whose other fields are checked."""
+    error = wire.ErrorResponse.model_validate_json(response.content).error
+    assert (response.status_code, error.code, error.field) == (status, code, field), error
+    return error.message
 
 
 def in_process(uris: dict[str, str], query: str, fields: dict[str, Any] | None = None, **options):

@@ -23,7 +23,15 @@ from PIL import Image
 
 from examples.papers.synthetic.binding_data import evaluation_pairs
 from examples.papers.synthetic.binding_files import write_collection
-from tests.datasets import csv_text, imagecode, small_video, sound, write_files
+from tests.datasets import (
+    csv_text,
+    imagecode,
+    make_tar_gz,
+    make_zip,
+    small_video,
+    sound,
+    write_files,
+)
 from tests.media import make_tar
 from tests.tiny.checkpoints import CRANFIELD, blip
 
@@ -396,8 +404,11 @@ def msrvtt() -> dict[str, bytes]:
     }
 
 
+FEATURES = "features/test"
+
+
 def multivent() -> dict[str, bytes]:
-    """Returns MultiVENT 2.0: shards of videos with audio and metadata, queries and judgments."""
+    """Returns MultiVENT 2.0: shards of videos, queries, judgments and recognised text."""
     train = [f"aB3_dE-fG1{letter}" for letter in "abcd"]
     files = {
         "multivent_2_ids.csv": csv_text(["id"], [[id_] for id_ in (*train, "aB3_dE.mp4.json")])
@@ -423,6 +434,17 @@ def multivent() -> dict[str, bytes]:
             f"multivent_2_{split}_queries.csv": csv_text(["Query_id", "query"], queries, "\r\n"),
             f"multivent_2_{split}_judgments.jsonl": _lines(judgments),
         }
+    speech = csv_text(["video_id", "text"], [["000003/200.m4a", "good evening"]])
+    transcripts = make_tar_gz([("speech_to_text/000003/200.m4a.csv", speech)])
+    row = ["000003/200.mp4", "0", "0", "[[0, 0]]", "City hall"]
+    text = csv_text(["video_id", "image_id", "ocr_nbr", "bbox", "text"], [row])
+    frames = [("000003/200.mp4_frames/200_frame_0.png.csv", text)]
+    captions = [{"doc_id": "201", "text": "a street"}]
+    files |= {
+        f"{FEATURES}/whisper_asr.zip": make_zip([("transcription-000003.tar.gz", transcripts)]),
+        f"{FEATURES}/paddle_ocr.zip": make_zip(frames),
+        f"{FEATURES}/Qwen3-Omni-30B-A3B-Instruct_captions.jsonl": _lines(captions),
+    }
     return {f"multivent/{name}": content for name, content in files.items()}
 
 
@@ -518,7 +540,7 @@ def writers(data_sets: Iterable[str]) -> dict[str, Callable[[Path], Any]]:
             *(mmeb_image, mmeb_video),
         )
     }
-    functions["colpali_test"] = colpali_train
+    functions |= {"colpali_test": colpali_train, "multivent_test": multivent}
     for name in data_sets:
         family, _, member = name.partition("_")
         if family == "beir":

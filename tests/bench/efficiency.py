@@ -35,8 +35,10 @@ from tests.bench.efficiency_run import STEPS
 from tests.bench.efficiency_systems import SYSTEMS, Data, Exact, K
 from tests.bench.harness import Bench, Repeats, recall, table
 
-HEADER = ("system", "search", f"nDCG@{K}", f"recall@{K}", "p50 ms", "CPU ms", "queries/s")
-HEADER = (*HEADER, "bytes/item", "build s (CPU)", "memory MB", "of the build")
+HEADER = (
+    *("system", "search", f"nDCG@{K}", f"recall@{K}", "p50 ms", "CPU ms", "queries/s"),
+    *("bytes/item", "build s (CPU)", "memory MB", "of the build"),
+)
 MAXRAY = "Maxray"
 
 
@@ -90,7 +92,9 @@ def prepare(args: Namespace, folder: Path) -> None:
     judged = BENCHMARKS.load("beir")(parse(BENCHMARKS.load("beir").Spec, spec)).load()
     searcher = open_index(args.index)
     index, pooled = searcher.index, searcher.representation(args.representation).pooled_column
-    rows, texts, singles = {}, [], []
+    assert pooled is not None, "the encoder has single vectors"
+    rows: dict[str, int] = {}
+    texts, singles = [], []
     for batch in index.batches(["item_id", "text", pooled]):
         rows |= {item: len(rows) + n for n, item in enumerate(batch["item_id"].to_pylist())}
         texts += [text or "" for text in batch["text"].to_pylist()]
@@ -107,6 +111,7 @@ def prepare(args: Namespace, folder: Path) -> None:
     ids = [ids[n] for n in np.linspace(0, len(ids), min(args.queries, len(ids)), False, dtype=int)]
     query_texts = [judged.queries[query] for query in ids]
     encoded = searcher.queries(query_texts, args.representation)
+    assert encoded.pooled is not None
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {
         "vectors": np.concatenate(vectors),

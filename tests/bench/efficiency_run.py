@@ -8,6 +8,7 @@ rows of the results (Q, K) of each setting, padded with -1.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -45,7 +46,8 @@ def build(system: System, data: Data, folder: Path) -> dict[str, Any]:
 
 def search(system: System, data: Data, folder: Path) -> dict[str, Any]:
     """Searches all queries with each setting, and measures the memory for it."""
-    memory, found = peak_bytes(), {}
+    memory = peak_bytes()
+    found: dict[str, Any] = {}
     for label, find in system.open(data, folder):
         rows = np.full((len(data.queries), K), -1)
         for batch in batches(len(data.queries)):
@@ -63,7 +65,7 @@ def timing(system: System, data: Data, folder: Path) -> dict[str, Any]:
     numbers = chosen.tolist()
     for label, find in system.open(data, folder):
         find(numbers[:1]), find(numbers[:BATCH])  # warm-up
-        single = [costs(lambda n=n, find=find: find([n])) for n in numbers]
+        single = [costs(functools.partial(find, [number])) for number in numbers]
         start = time.perf_counter()
         for batch in batches(len(numbers)):
             find([numbers[i] for i in batch])

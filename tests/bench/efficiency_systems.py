@@ -445,11 +445,10 @@ def faiss_singles(kind: str) -> System:
 
         index: Any = faiss.read_index(str(folder / "index"))
 
-        def search(name: str, value: int, numbers: Sequence[int]) -> np.ndarray:
+        def search(name: str, value: int, numbers: Sequence[int]) -> Sequence[np.ndarray]:
             parameters = faiss.ParameterSpace()
             parameters.set_index_parameter(index, name, value)
-            rows: np.ndarray = index.search(data.query_singles[list(numbers)], K)[1]
-            return rows
+            return list(index.search(data.query_singles[list(numbers)], K)[1])
 
         name, values = ("efSearch", (64, 256)) if kind == "hnsw" else ("nprobe", (8, 32))
         for value in values:

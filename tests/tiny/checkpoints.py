@@ -336,10 +336,10 @@ def cross_encoder(folder: Path) -> Path:
     from sentence_transformers import CrossEncoder
     from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-    words = AutoTokenizer.from_pretrained(colbert_bert(folder / "words"))
+    words: Any = AutoTokenizer.from_pretrained(colbert_bert(folder / "words"))
     words.model_max_length = 64
-    sizes = small_text_config(words)
-    settings = BertConfig(**sizes, max_position_embeddings=64, num_labels=1)
+    sizes = {**small_text_config(words), "max_position_embeddings": 64, "num_labels": 1}
+    settings = BertConfig(**sizes)
     model = BertForSequenceClassification(settings)
     torch.nn.init.normal_(model.classifier.weight, std=2.0)
     model.save_pretrained(folder / "plain")

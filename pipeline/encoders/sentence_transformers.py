@@ -318,6 +318,14 @@ def _load(spec: SentenceTransformers.Spec, folder: Path) -> Any:
     return model.eval()
 
 
+def check_modules(parts: Sequence[Mapping[str, str]], model: str) -> None:
+    """Raises `SpecError` for modules of other packages, which would be imported and executed."""
+    for part in parts:
+        if part["type"] and not MODULES.fullmatch(part["type"]):
+            rule = "a checkpoint whose modules are part of sentence-transformers"
+            raise SpecError("model", model, rule, f"has the module {part['type']}")
+
+
 def _check_files(spec: SentenceTransformers.Spec, folder: Path, with_weights: bool = True) -> None:
     """Checks that a checkpoint has no code and no pickled weights, and is of the right type."""
     check_folder(spec.model, folder)
@@ -326,10 +334,8 @@ def _check_files(spec: SentenceTransformers.Spec, folder: Path, with_weights: bo
         rule = "a checkpoint with a config.json or modules.json"
         raise SpecError("model", spec.model, rule, "has neither")
     parts = load_json(folder / "modules.json", spec.model) or [{"path": "", "type": ""}]
+    check_modules(parts, spec.model)
     for part in parts:
-        if part["type"] and not MODULES.fullmatch(part["type"]):
-            rule = "a checkpoint whose modules are part of sentence-transformers"
-            raise SpecError("model", spec.model, rule, f"has the module {part['type']}")
         path = folder / part["path"]
         if with_weights and (find_pickles(path) or any(path.glob("*.safetensors"))):
             check_safetensors(spec.model, path)

@@ -335,11 +335,12 @@ def _hit(rank: int, joined: Joined, hit: Hit) -> Hit:
     return hit.model_copy(update={"rank": rank, "score": joined.score, "members": members})
 
 
-def left_out(name: str, error: Exception) -> str:
-    """Returns the sentence about a member that fails."""
+def left_out(name: str, error: Exception | str) -> str:
+    """Returns the sentence about a member that fails with an error, or for a reason."""
     is_sentence = isinstance(error, SpecError | JobError | MissingExtra)
-    text = str(error) if is_sentence else f"{type(error).__name__}: {first_line(error)}"
-    return f"member {name} is left out: {text}"
+    if isinstance(error, Exception) and not is_sentence:
+        error = f"{type(error).__name__}: {first_line(error)}"
+    return f"member {name} is left out: {error}"
 
 
 def join_notes(indexes: Mapping[str, IndexReader], join: Join) -> list[str]:

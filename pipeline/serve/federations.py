@@ -15,6 +15,7 @@ from pipeline.search.federation import (
     Member,
     federated_hits,
     item_ranges,
+    left_out,
     score_scale,
     shown_rankings,
 )
@@ -185,7 +186,7 @@ class FederationSearch:
 
     def _sentences(self) -> list[str]:
         failures = [(name, self._failures.get(name)) for name in self._served.members]
-        return [f"member {name} is left out: {e.message}" for name, e in failures if e]
+        return [left_out(name, failure.message) for name, failure in failures if failure]
 
     def _members(self) -> list[wire.MemberResult]:
         results = []

@@ -404,9 +404,6 @@ def msrvtt() -> dict[str, bytes]:
     }
 
 
-FEATURES = "features/test"
-
-
 def multivent() -> dict[str, bytes]:
     """Returns MultiVENT 2.0: shards of videos, queries, judgments and recognised text."""
     train = [f"aB3_dE-fG1{letter}" for letter in "abcd"]
@@ -441,9 +438,9 @@ def multivent() -> dict[str, bytes]:
     frames = [("000003/200.mp4_frames/200_frame_0.png.csv", text)]
     captions = [{"doc_id": "201", "text": "a street"}]
     files |= {
-        f"{FEATURES}/whisper_asr.zip": make_zip([("transcription-000003.tar.gz", transcripts)]),
-        f"{FEATURES}/paddle_ocr.zip": make_zip(frames),
-        f"{FEATURES}/Qwen3-Omni-30B-A3B-Instruct_captions.jsonl": _lines(captions),
+        "features/test/whisper_asr.zip": make_zip([("transcription-000003.tar.gz", transcripts)]),
+        "features/test/paddle_ocr.zip": make_zip(frames),
+        "features/test/Qwen3-Omni-30B-A3B-Instruct_captions.jsonl": _lines(captions),
     }
     return {f"multivent/{name}": content for name, content in files.items()}
 

@@ -74,10 +74,8 @@ class Blip(Reranker["Blip.Spec"]):
         self._model: Any = load_model(spec, BlipForImageTextRetrieval)
         self._processor = load_processor(spec, BlipProcessor)
         self.fingerprint = checkpoint_fingerprint(spec, NOT_IN_FINGERPRINT)
-        parts: Any = (
-            self._model.text_encoder,
-            self._model.itm_head,
-        )  # without the tower
+        # The tower scores no pairs.
+        parts: Any = self._model.text_encoder, self._model.itm_head
         self.num_parameters = sum(p.numel() for part in parts for p in part.parameters())
         self._features: dict[str, torch.Tensor] = {}  # of the items of one index
         self._index: str | None = None

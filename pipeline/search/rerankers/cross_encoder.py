@@ -14,7 +14,7 @@ from pipeline import config, extras
 from pipeline.config import SpecError, reading
 from pipeline.encoders import check_query_size
 from pipeline.encoders.loading import MODEL_RULE, ModelName, hash_files, load_json
-from pipeline.encoders.sentence_transformers import FILES, MODULES
+from pipeline.encoders.sentence_transformers import FILES, check_modules
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.runtime.checkpoint import (
     LOAD_ERRORS,
@@ -143,10 +143,7 @@ def _check_files(spec: TextCrossEncoder.Spec, folder: Path, with_weights: bool =
     if with_weights:
         check_safetensors(spec.model, folder)
     parts = load_json(folder / "modules.json", spec.model) or []
-    for part in parts:
-        if not MODULES.fullmatch(part["type"]):
-            rule = "a checkpoint whose modules are part of sentence-transformers"
-            raise SpecError("model", spec.model, rule, f"has the module {part['type']}")
+    check_modules(parts, spec.model)
     settings = load_json(folder / "config.json", spec.model) or {}
     architecture = (settings.get("architectures") or [""])[0]
     is_scored = any(part["type"].endswith(".LogitScore") for part in parts)

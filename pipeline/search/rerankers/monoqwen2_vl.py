@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from transformers import Qwen2VLForConditionalGeneration
 
-from pipeline.encoders.loading import load_model
-from pipeline.search.rerankers.pairs import PairReranker, PairSpec, TokenHead, token_id
+from pipeline.search.rerankers.pairs import AnswerReranker, PairSpec
 
 #: Prompt of the model card in the template of Qwen2-VL.
 PROMPT = (
@@ -20,7 +18,7 @@ PROMPT = (
 )
 
 
-class MonoQwen2VL(PairReranker["MonoQwen2VL.Spec"]):
+class MonoQwen2VL(AnswerReranker["MonoQwen2VL.Spec"]):
     """Reranker that asks a Qwen2-VL whether an image is relevant to a query.
 
     The score is the probability of "True" against "False". Queries are texts. The score of a video
@@ -33,18 +31,9 @@ class MonoQwen2VL(PairReranker["MonoQwen2VL.Spec"]):
         name: Literal["monoqwen2_vl"] = "monoqwen2_vl"
 
     model_type = "qwen2_vl"
+    model_class = Qwen2VLForConditionalGeneration
+    answers = ("True", "False")
 
     def prompt(self) -> str:
         """Returns the prompt of the model card."""
         return PROMPT
-
-    def load(self, spec: Spec) -> Any:
-        """Loads the model and the weights of the two tokens."""
-        model: Any = load_model(spec, Qwen2VLForConditionalGeneration)
-        true, false = (token_id(self._reader.tokenizer, n, spec.model) for n in ("True", "False"))
-        self._head = TokenHead(model.lm_head.weight, true, false)
-        return model
-
-    def head(self, states_BD: torch.Tensor) -> torch.Tensor:
-        """Returns the probabilities of "True"."""
-        return self._head(states_BD)

@@ -24,6 +24,7 @@ from pipeline.encoders.loading import (
     CheckpointFields,
     check_checkpoint,
     checkpoint_fingerprint,
+    load_model,
 )
 from pipeline.encoders.model_inputs import ModelInput, collate
 from pipeline.encoders.qwen_model import positioned
@@ -308,24 +309,32 @@ def _still(images: Sequence[TimedImage]) -> Iterator[tuple[Image.Image, float, f
     return ((image, np.nan, np.nan) for image, _, _ in images)
 
 
-class TokenHead:
-    """Probability of one of two tokens, from the state of the token before.
+class AnswerReranker(PairReranker[PairSpecT]):
+    """Base class of rerankers by the probability of one answer against another, each a token.
 
-    Args:
-        weight_VD: Weights of the language modelling head.
+    Attributes:
+        model_class: Class of the model.
+        answers: Tokens of the positive and of the negative answer.
     """
 
-    def __init__(self, weight_VD: torch.Tensor, yes: int, no: int):
-        self._direction_D = (weight_VD[yes].float() - weight_VD[no].float()).detach()
+    model_class: ClassVar[Any]
+    answers: ClassVar[tuple[str, str]]
 
-    def __call__(self, states_BD: torch.Tensor) -> torch.Tensor:
-        """Returns probabilities (B,)."""
+    def load(self, spec: PairSpecT) -> Any:
+        """Loads the model and the weights of the two answers."""
+        model: Any = load_model(spec, self.model_class)
+        yes, no = (_token_id(self._reader.tokenizer, name, spec.model) for name in self.answers)
+        weight_VD = model.lm_head.weight
+        self._direction_D = (weight_VD[yes].float() - weight_VD[no].float()).detach()
+        return model
+
+    def head(self, states_BD: torch.Tensor) -> torch.Tensor:
+        """Returns the probabilities of the positive answer."""
         logits_B = states_BD.float() @ self._direction_D.to(states_BD.device)
         return torch.sigmoid(logits_B.double())
 
 
-def token_id(tokenizer: Any, token: str, model: str) -> int:
-    """Returns the id of a token of the vocabulary."""
+def _token_id(tokenizer: Any, token: str, model: str) -> int:
     vocabulary = tokenizer.get_vocab()
     if token not in vocabulary:
         rule = "a checkpoint with the tokenizer of this model"

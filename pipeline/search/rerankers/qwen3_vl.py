@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from pipeline.encoders.loading import load_model
-from pipeline.search.rerankers.pairs import Documents, PairReranker, PairSpec, TokenHead, token_id
+from pipeline.search.rerankers.pairs import AnswerReranker, Documents, PairSpec
 
 #: Prompt of the model's own code.
 PROMPT = (
@@ -21,7 +19,7 @@ PROMPT = (
 )
 
 
-class Qwen3VL(PairReranker["Qwen3VL.Spec"]):
+class Qwen3VL(AnswerReranker["Qwen3VL.Spec"]):
     """Reranker that asks a Qwen3-VL whether an item meets the requirements of a query.
 
     The score is the probability of "yes" against "no". Queries are texts or images. Items are
@@ -43,6 +41,8 @@ class Qwen3VL(PairReranker["Qwen3VL.Spec"]):
 
     query_kinds = (str, bytes)
     model_type = "qwen3_vl"
+    model_class = Qwen3VLForConditionalGeneration
+    answers = ("yes", "no")
     preprocessing = "qwen3_vl_embedding"  # the two models share their steps on images
     pixels = (4 * 32 * 32, 1800 * 32 * 32)
     reads_video = True
@@ -50,14 +50,3 @@ class Qwen3VL(PairReranker["Qwen3VL.Spec"]):
     def prompt(self) -> str:
         """Returns the prompt with the instruction."""
         return PROMPT.replace("{instruction}", self.spec.instruction)
-
-    def load(self, spec: Spec) -> Any:
-        """Loads the model and the weights of the two tokens."""
-        model: Any = load_model(spec, Qwen3VLForConditionalGeneration)
-        yes, no = (token_id(self._reader.tokenizer, name, spec.model) for name in ("yes", "no"))
-        self._head = TokenHead(model.lm_head.weight, yes, no)
-        return model
-
-    def head(self, states_BD: torch.Tensor) -> torch.Tensor:
-        """Returns the probabilities of "yes"."""
-        return self._head(states_BD)

@@ -35,9 +35,9 @@ from pipeline.search.generators import bm25
 
 
 class Slice(NamedTuple):
-    """Number of items, or None for all, and the unit of the numbers of queries of passages."""
+    """Number of items, or 0 if another slice has them, and the unit of the numbers of queries."""
 
-    num_items: int | None
+    num_items: int
     num_queries: int = 0
     family: str = "passages"
 
@@ -47,12 +47,12 @@ SLICES = {
     "1k": Slice(1_000, 25),
     "10k": Slice(10_000, 350),
     "100k": Slice(100_000, 1_000),
-    "all": Slice(None, 2_000),
+    "1m": Slice(1_000_000, 2_000),
     "pages-1k": Slice(1_000, family="pages"),
     "pages-10k": Slice(10_000, family="pages"),
     "pages-100k": Slice(100_000, family="pages"),
     "images": Slice(10_000, family="images"),
-    "clips": Slice(None, family="clips"),
+    "clips": Slice(0, family="clips"),
 }
 #: Numbers of queries by kind, in units of a slice. BM25 answers most descriptions and synopses.
 SHARES = {"definition": 2, "translation": 2, "paraphrase": 1, "heading": 1}
@@ -100,7 +100,7 @@ def build(
         names = [*names, clips.SOURCE]
     order = list(SLICES)
     for family, write in FAMILIES.items():
-        sizes_by_files: dict[tuple[int, ...], dict[str, int | None]] = defaultdict(dict)
+        sizes_by_files: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
         for name in order:  # the smallest first
             if name in names and SLICES[name].family == family:
                 numbers = tuple(
@@ -124,7 +124,7 @@ def build(
 def write_passages(
     data: Path,
     parts: dict[Path, dict[str, Any]],
-    sizes: dict[str, int | None],
+    sizes: dict[str, int],
     missing: list[str],
     say: Callable[[str], None],
 ) -> None:
@@ -259,17 +259,20 @@ def _select(
     selected: np.ndarray,
     found: list[set[int]],
     used: list[tuple[Query, set[int]]],
-    num_passages: int | None,
+    num_passages: int,
 ) -> np.ndarray:
-    """Returns the rows of a slice: answers, and passages that answer no query, by their hashes."""
-    if num_passages is None:
-        return np.flatnonzero(selected)
-    needed = np.array(sorted({row for _, rows in used for row in rows}), np.int64)
+    """Returns the rows of a slice: answers, and passages that answer no query, by their hashes.
+
+    The answers are first, and those of smaller slices before others, so that the beginning of an
+    interrupted index has them.
+    """
+    order = sorted(used, key=lambda item: item[0].rank)
+    needed = np.array(list(dict.fromkeys(row for _, rows in order for row in sorted(rows))), int)
     is_other = selected.copy()
     is_other[[row for rows in found for row in rows]] = False
     others = np.flatnonzero(is_other)
     others = others[np.argsort(corpus.ids[others], kind="stable")]
-    return np.sort(np.append(needed, others[: max(num_passages - len(needed), 0)]))
+    return np.append(needed, others[: max(num_passages - len(needed), 0)])
 
 
 def _write(
@@ -279,19 +282,21 @@ def _write(
     used: list[tuple[Query, set[int]]],
     missing: list[str],
 ) -> None:
-    wanted = set(rows.tolist())
+    places = {row: place for place, row in enumerate(rows.tolist())}
+    lines = [""] * len(rows)
     ids: dict[int, str] = {}
     codes, texts, infos = [], [], []
-    with (folder / "corpus.jsonl").open("w", encoding="utf-8") as file:
-        for number, row in enumerate(rows_of(parts)):
-            if number in wanted:
-                ids[number] = row["_id"]
-                fields = {name: row[name] for name in ("_id", "text", "language", "package")}
-                infos.append({name: row[name] for name in ("language", "package")})
-                file.write(json.dumps(fields, ensure_ascii=False) + "\n")
-                texts.append(row["text"])
-                if len(texts) == 10_000:
-                    codes.append(bm25.encode(texts))
-                    texts = []
+    for number, row in enumerate(rows_of(parts)):
+        if number in places:
+            ids[number] = row["_id"]
+            fields = {name: row[name] for name in ("_id", "text", "language", "package")}
+            lines[places[number]] = json.dumps(fields, ensure_ascii=False) + "\n"
+            infos.append({name: row[name] for name in ("language", "package")})
+            texts.append(row["text"])
+            if len(texts) == 10_000:
+                codes.append(bm25.encode(texts))
+                texts = []
     codes.append(bm25.encode(texts))
+    with (folder / "corpus.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(lines)
     write_summary(folder, infos, write_queries(folder, used, ids, codes), missing)

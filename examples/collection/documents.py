@@ -68,12 +68,16 @@ _SCRIPTS = {"ja": r"[\u3040-\u30ff]", "ko": r"[\uac00-\ud7af]", "zh": r"[\u4e00-
 
 
 class Asked(NamedTuple):
-    """A query whose answers are `num_pages` pages from `page` on."""
+    """A query whose answers are `num_pages` pages from `page` on.
+
+    `overlap` is the share of its words in the other lines of these pages.
+    """
 
     kind: str
     text: str
     page: int
     num_pages: int
+    overlap: float = 0
 
 
 def part_licences(path: Path) -> dict[str, str]:
@@ -129,12 +133,15 @@ def _read(identity: str, document: pdfium.PdfDocument) -> Iterator[dict[str, Any
     for number, text in enumerate(texts):
         for line in text.splitlines():
             pages_of[plain(line)].add(number)
-    candidates = [list(_sections(document, texts, pages_of)), list(_captions(texts, pages_of))]
+    candidates = [
+        [query._replace(overlap=_overlap(query, texts)) for query in found]
+        for found in (_sections(document, texts, pages_of), _captions(texts, pages_of))
+    ]
     limit = 1 + len(texts) // PAGES_PER_QUERY
     queries = [
         query
         for found in candidates
-        for query in sorted(found, key=lambda query: hash64(query.text))[:limit]
+        for query in sorted(found, key=lambda query: (query.overlap, hash64(query.text)))[:limit]
     ]
     lines: dict[int, set[str]] = defaultdict(set)
     for name in {plain(query.text) for query in queries}:
@@ -163,6 +170,19 @@ def _read(identity: str, document: pdfium.PdfDocument) -> Iterator[dict[str, Any
             "queries": [query for query in used if plain(query.text) not in refused],
             "lines": sorted(lines.get(number, ())),
         }
+
+
+def _overlap(query: Asked, texts: list[str]) -> float:
+    name = plain(query.text)
+    lines = "\n".join(texts[query.page : query.page + query.num_pages]).splitlines()
+    below = " ".join(line for line in lines if plain(line) != name)
+    words = words_of(query.text)
+    return len(words & words_of(below)) / max(len(words), 1)
+
+
+def words_of(text: str) -> set[str]:
+    """Returns the words of a text in lower case."""
+    return set(re.findall(r"[^\W_]+", text.casefold()))
 
 
 def _is_damaged(text: str, edited: str, names: set[str]) -> bool:

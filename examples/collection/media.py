@@ -125,7 +125,7 @@ def _page_queries(
         pages = pages_of[document]
         for place, number in enumerate(pages):
             row = rows[number]
-            for kind, text, _, num_pages in row["queries"]:
+            for kind, text, _, num_pages, _ in row["queries"]:
                 is_phrase = text.count(" ") > 1 or row["language"] in UNSPACED
                 if is_phrase and len(documents_of[documents.plain(text)]) == 1:
                     kind = "scan" if row["is_scan"] else kind

@@ -143,12 +143,12 @@ def read_qrels(folder: Path) -> dict[str, dict[str, set[str]]]:
 
 
 def test_collection_has_queries_of_all_kinds_with_answers(tmp_path, recipe, capsys):
-    missing = build(tmp_path / "data", ["all"], recipe)
+    missing = build(tmp_path / "data", ["1m"], recipe)
     names = [sentence.partition(":")[0] for sentence in missing]
     assert names == ["broken.deb", "gone.deb", "changed.deb"]
     assert "broken.deb has no data.tar" in missing[0]
     assert "missing package gone.deb" in capsys.readouterr().out
-    folder = tmp_path / "data" / "all"
+    folder = tmp_path / "data" / "1m"
     corpus = {row["_id"]: row for row in read_lines(folder / "corpus.jsonl")}
     queries = {row["_id"]: row for row in read_lines(folder / "queries.jsonl")}
     kinds = {"definition", "paraphrase", "heading", "synopsis", "description", "translation"}
@@ -173,25 +173,27 @@ def test_collection_has_queries_of_all_kinds_with_answers(tmp_path, recipe, caps
     assert not [path for path in corpus if path.startswith("h.deb") and "Menu" in corpus[path]]
     names = ("corpus.jsonl", "queries.jsonl", "qrels/choose.tsv", "qrels/prove.tsv")
     before = [(folder / name).read_bytes() for name in names]
-    (tmp_path / "data" / ".all.part").mkdir()  # of an interrupted run
-    build(tmp_path / "data", ["all"], recipe)
+    (tmp_path / "data" / ".1m.part").mkdir()  # of an interrupted run
+    build(tmp_path / "data", ["1m"], recipe)
     assert [(folder / name).read_bytes() for name in names] == before
 
 
 def test_slices_contain_the_smaller_ones(tmp_path, recipe, monkeypatch):
     monkeypatch.setitem(SLICES, "1k", Slice(20, 1))
     monkeypatch.setitem(SLICES, "10k", Slice(45, 4))
-    rows = {}
+    rows, answers = {}, {}
     build(tmp_path / "data", ["1k", "10k"], recipe)
     for name in ("1k", "10k"):
         folder = tmp_path / "data" / name
-        rows[name] = {row["_id"] for row in read_lines(folder / "corpus.jsonl")}
-        answers = [ids for half in read_qrels(folder).values() for ids in half.values()]
-        assert answers
-        assert set().union(*answers) <= rows[name]
-    assert len(rows["1k"]) == 20
-    assert len(rows["10k"]) == 45
-    assert rows["1k"] < rows["10k"]
+        rows[name] = [row["_id"] for row in read_lines(folder / "corpus.jsonl")]
+        found = [ids for half in read_qrels(folder).values() for ids in half.values()]
+        answers[name] = set().union(*found)
+        assert set(rows[name][: len(answers[name])]) == answers[name]  # the answers are first
+    assert [len(set(found)) for found in rows.values()] == [20, 45]
+    assert set(rows["1k"]) < set(rows["10k"])
+    few, many = len(answers["1k"]), len(answers["10k"])
+    assert rows["10k"][:few] == rows["1k"][:few]
+    assert rows["10k"][many : many + 20 - few] == rows["1k"][few:]
 
 
 def bookmarks(*entries: tuple[str, int]) -> str:

@@ -223,12 +223,14 @@ def find_answers(corpus: Corpus, queries: list[Query]) -> tuple[np.ndarray, list
     """Returns which passages are in the collection (N,), and the answers of each query.
 
     The rest of the section of an answer, its other editions, and all but the first of equal texts
-    are not in the collection. Near-duplicates of an answer are answers.
+    and ids are not in the collection. Near-duplicates of an answer are answers.
     """
+    is_first = np.zeros(len(corpus.ids), bool)  # lists of descriptions have versions of a package
+    is_first[np.unique(corpus.ids, return_index=True)[1]] = True
     reserved = np.array([hash64(query.key) for query in queries], np.uint64)
     answers = {hash64(f"{query.key} {query.edition}"): n for n, query in enumerate(queries)}
-    is_answer = np.isin(corpus.answers, np.array(list(answers), np.uint64))
-    candidates = np.flatnonzero(is_answer | ~np.isin(corpus.keys, reserved))
+    is_answer = is_first & np.isin(corpus.answers, np.array(list(answers), np.uint64))
+    candidates = np.flatnonzero(is_first & (is_answer | ~np.isin(corpus.keys, reserved)))
     _, first, inverse = np.unique(corpus.texts[candidates], return_index=True, return_inverse=True)
     unique = np.zeros(len(is_answer), bool)
     unique[candidates[first]] = True

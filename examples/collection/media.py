@@ -31,6 +31,10 @@ from pipeline.search.generators import bm25
 MAX_SHARE = 0.1
 #: Languages without spaces between words.
 UNSPACED = ("ja", "ko", "zh")
+#: A query of pages has that many words that are in headings and captions of few documents.
+MIN_RARE, MAX_DOCUMENTS = 2, 10
+#: Dummy text, and accents that a font separates from their letters.
+_NOT_QUERY = re.compile(r"\b(lorem|ipsum|dolor|blindtext)\b|[¨´`ˆ˜¸]", re.I)
 #: Number of texts per batch for BM25.
 BATCH = 10_000
 #: Titles of collections, and what follows the subject in a title.
@@ -116,9 +120,12 @@ def _page_queries(
 ) -> tuple[list[Query], list[set[int]]]:
     """Returns the queries that name a page of one document, and their answers."""
     documents_of: dict[str, set[str]] = defaultdict(set)
+    documents_with: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         for title in row["titles"]:
             documents_of[title].add(row["_id"].rpartition("#")[0])
+            for word in documents.words_of(title):
+                documents_with[word].add(row["_id"].rpartition("#")[0])
     queries: list[Query] = []
     answers: list[tuple[int, int]] = []
     for document in names:
@@ -126,8 +133,12 @@ def _page_queries(
         for place, number in enumerate(pages):
             row = rows[number]
             for kind, text, _, num_pages, _ in row["queries"]:
-                is_phrase = text.count(" ") > 1 or row["language"] in UNSPACED
-                if is_phrase and len(documents_of[documents.plain(text)]) == 1:
+                words = documents.words_of(text)
+                rare = [word for word in words if len(documents_with[word]) <= MAX_DOCUMENTS]
+                is_phrase = text.count(" ") > 1 and len(rare) >= MIN_RARE
+                is_fit = is_phrase or row["language"] in UNSPACED
+                is_unique = len(documents_of[documents.plain(text)]) == 1
+                if is_fit and is_unique and not _NOT_QUERY.search(text):
                     kind = "scan" if row["is_scan"] else kind
                     answers += [(len(queries), n) for n in pages[place : place + num_pages]]
                     queries.append(Query(text, row["language"], kind, document))

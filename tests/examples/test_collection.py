@@ -255,6 +255,7 @@ def test_lines_of_queries_are_removed_from_their_documents(tmp_path, pages_recip
     monkeypatch.setattr(documents, "SCAN_INTERVAL", 4)
     monkeypatch.setattr(documents, "PAGES_PER_QUERY", 2)
     monkeypatch.setattr(media, "MAX_SHARE", 1)
+    monkeypatch.setattr(media, "MAX_DOCUMENTS", 12)
     assert build(tmp_path / "data", ["pages-10k", "pages-1k"], pages_recipe) == []
     folder = tmp_path / "data" / "pages-10k"
     queries = {row["_id"]: row for row in read_lines(folder / "queries.jsonl")}

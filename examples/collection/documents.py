@@ -27,9 +27,12 @@ FREE = re.compile(
 )
 #: Documents with more pages are not used. A scan has at most that many, and one document of
 #: `SCAN_INTERVAL` is one.
-MAX_PAGES, MAX_SCAN_PAGES, SCAN_INTERVAL = 2_000, 40, 16
-#: Pages per query of each kind, and how many pages an answer has.
-PAGES_PER_QUERY, MAX_SECTION = 12, 3
+MAX_PAGES, MAX_SCAN_PAGES, SCAN_INTERVAL = 1_000, 40, 16
+#: Pages per query of each kind, the most queries of a document, and how many pages an answer has.
+#: PDFium reads the whole document for each page that it writes.
+PAGES_PER_QUERY, MAX_QUERIES, MAX_SECTION = 24, 10, 3
+#: A heading on more pages (itself, contents, running heads) has subsections on other pages.
+MAX_REPEATED = MAX_SECTION + 2
 #: Number of characters below a heading.
 MIN_BELOW = 300
 #: Lines up to this share of the longest one of their page do not continue on the next one.
@@ -137,7 +140,7 @@ def _read(identity: str, document: pdfium.PdfDocument) -> Iterator[dict[str, Any
         [query._replace(overlap=_overlap(query, texts)) for query in found]
         for found in (_sections(document, texts, pages_of), _captions(texts, pages_of))
     ]
-    limit = 1 + len(texts) // PAGES_PER_QUERY
+    limit = min(1 + len(texts) // PAGES_PER_QUERY, MAX_QUERIES)
     queries = [
         query
         for found in candidates
@@ -233,7 +236,8 @@ def _sections(
         if not query or _IS_LIST.search(name) or plain(query) != name or page not in pages_of[name]:
             continue
         below = texts[page].casefold().rpartition(name)[2]
-        if counts[name] == 1 and num_pages <= MAX_SECTION and len(below) >= MIN_BELOW:
+        is_small = num_pages <= MAX_SECTION and len(pages_of[name]) <= MAX_REPEATED
+        if counts[name] == 1 and is_small and len(below) >= MIN_BELOW:
             yield Asked("section", query, page, num_pages)
 
 

@@ -19,6 +19,10 @@ EMOJI = (*range(0x2190, 0x2BFF), *range(0x1F000, 0x1FAFF))
 EMOJI_SIZE, EMOJI_WIDTH = 109, 136
 #: Images with equal thumbnails are near-duplicates: number of pixels, and bits that are ignored.
 THUMBNAIL, IGNORED_BITS = 8, 5
+#: Authors whose titles are Italian or French, although they are declared as English.
+_IS_FOREIGN = re.compile("architetto francesco|yves guillou", re.I)
+#: Folders of clip art whose titles often do not describe the image.
+_NOT_DESCRIBED = ("unsorted/", "computer/icons/")
 _ANNOTATION = re.compile(r'<annotation cp="([^"]+)" type="tts"[^>]*>([^<]+)<')
 
 
@@ -76,9 +80,11 @@ def _stamps(path: Path, file: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _titles(path: Path, file: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the titles in SVG images."""
     for name, content in members(path):
-        found = re.search(r"<dc:title[^>]*>([^<]+)", content.decode(errors="replace"))
-        if name.endswith(".svg") and found:
-            yield {"key": _name(name), "titles": {"en": html.unescape(found[1])}}
+        text, key = content.decode(errors="replace"), _name(name)
+        found = re.search(r"<dc:title[^>]*>([^<]+)", text)
+        is_usable = not _IS_FOREIGN.search(text) and not key.startswith(_NOT_DESCRIBED)
+        if name.endswith(".svg") and found and is_usable:
+            yield {"key": key, "titles": {"en": html.unescape(found[1])}}
 
 
 def _annotations(path: Path, file: dict[str, Any]) -> Iterator[dict[str, Any]]:

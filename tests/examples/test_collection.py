@@ -78,6 +78,7 @@ def recipe(tmp_path) -> Path:
             f"Description-{language}: a tool {language} for {n}\n p{n} {text_of(n, language)}\n"
             for n in range(40)
         ]
+        blocks += [block.replace("end", "at the end") for block in blocks[:5]]  # another version
         (downloads / f"t-{language}.bz2").write_bytes(bz2.compress("\n".join(blocks).encode()))
     lines = [f"0000000{n} 03 n 01 big_cat{n} 0 000 | {text_of(n, 'w')}\n" for n in range(10)]
     make_deb(downloads / "w.deb", {"usr/share/wordnet/data.noun": "".join(lines).encode()}, "gz")
@@ -149,7 +150,9 @@ def test_collection_has_queries_of_all_kinds_with_answers(tmp_path, recipe, caps
     assert "broken.deb has no data.tar" in missing[0]
     assert "missing package gone.deb" in capsys.readouterr().out
     folder = tmp_path / "data" / "1m"
-    corpus = {row["_id"]: row for row in read_lines(folder / "corpus.jsonl")}
+    rows = read_lines(folder / "corpus.jsonl")
+    corpus = {row["_id"]: row for row in rows}
+    assert len(corpus) == len(rows)
     queries = {row["_id"]: row for row in read_lines(folder / "queries.jsonl")}
     kinds = {"definition", "paraphrase", "heading", "synopsis", "description", "translation"}
     assert {query["kind"] for query in queries.values()} == kinds

@@ -31,8 +31,9 @@ from pipeline.search.generators import bm25
 MAX_SHARE = 0.1
 #: Languages without spaces between words.
 UNSPACED = ("ja", "ko", "zh")
-#: A query of pages has that many words that are in headings and captions of few documents.
-MIN_RARE, MAX_DOCUMENTS = 2, 10
+#: A query of pages has that many words that are in headings and captions of few documents: of that
+#: share, or that number.
+MIN_RARE, RARE_SHARE, MAX_DOCUMENTS = 2, 0.02, 3
 #: Dummy text, and accents that a font separates from their letters.
 _NOT_QUERY = re.compile(r"\b(lorem|ipsum|dolor|blindtext)\b|[¨´`ˆ˜¸]", re.I)
 #: Number of texts per batch for BM25.
@@ -126,6 +127,7 @@ def _page_queries(
             documents_of[title].add(row["_id"].rpartition("#")[0])
             for word in documents.words_of(title):
                 documents_with[word].add(row["_id"].rpartition("#")[0])
+    limit = max(MAX_DOCUMENTS, RARE_SHARE * len(names))
     queries: list[Query] = []
     answers: list[tuple[int, int]] = []
     for document in names:
@@ -134,7 +136,7 @@ def _page_queries(
             row = rows[number]
             for kind, text, _, num_pages, _ in row["queries"]:
                 words = documents.words_of(text)
-                rare = [word for word in words if len(documents_with[word]) <= MAX_DOCUMENTS]
+                rare = [word for word in words if len(documents_with[word]) <= limit]
                 is_phrase = text.count(" ") > 1 and len(rare) >= MIN_RARE
                 is_fit = is_phrase or row["language"] in UNSPACED
                 is_unique = len(documents_of[documents.plain(text)]) == 1

@@ -30,7 +30,6 @@ from examples.collection.parts import (
     write_queries,
     write_summary,
 )
-from pipeline.config import SpecError
 from pipeline.search.generators import bm25
 
 
@@ -114,11 +113,12 @@ def build(
             files = [spec["files"][number] for number in numbers]
             check_space(data, files)
             parts, missing = read_parts(data, files, spec["mirrors"], READERS, say)
-            if not parts:
-                raise SpecError("DATA", str(data), "a folder with at least one package", "has none")
-            write(data, parts, sizes, missing, say)
+            if parts:
+                write(data, parts, sizes, missing, say)
             sentences += [sentence for sentence in missing if sentence not in sentences]
-    return sentences + (clips.build_clips(data, say) if clips.NAME in names else [])
+    if clips.NAME in names and (data / clips.SOURCE).exists():
+        sentences += clips.build_clips(data, say)
+    return sentences
 
 
 def write_passages(

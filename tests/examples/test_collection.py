@@ -424,6 +424,15 @@ def test_a_full_disk_is_named_before_the_download(tmp_path, recipe):
         build(tmp_path / "data", ["1k"], recipe)
 
 
+def test_slices_without_packages_are_left_out(tmp_path, recipe):
+    spec = json.loads(recipe.read_text())
+    spec["files"].append({**spec["files"][-2], "reader": "documents"})  # gone.deb
+    recipe.write_text(json.dumps(spec))
+    missing = build(tmp_path / "data", ["pages-1k"], recipe)
+    assert [sentence.partition(":")[0] for sentence in missing] == ["gone.deb"]
+    assert not (tmp_path / "data" / "pages-1k").exists()
+
+
 def test_tables_compare_with_uncompressed_vectors(tmp_path):
     queries = [
         {"_id": str(n), "kind": "heading", "language": "en" if n < 30 else "fr"}

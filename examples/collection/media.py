@@ -179,9 +179,8 @@ def write_images(
     chosen = _image_queries([row["key"] for row in rows], titles)
     for name, size in sizes.items():
         asked = [n for n in chosen if is_usable(by_thumbnail[rows[n]["thumbnail"]])]
-        first = sorted({n for m in asked for n in by_thumbnail[rows[m]["thumbnail"]]})[:size]
-        others = [n for n in range(len(rows)) if n not in set(first)]
-        numbers = sorted([*first, *others[: size - len(first)]])
+        first = sorted({n for m in asked for n in by_thumbnail[rows[m]["thumbnail"]]})
+        numbers = sorted(list(dict.fromkeys([*first, *range(len(rows))]))[:size])
         ids = {n: rows[n]["_id"] for n in numbers}
         used = [
             (chosen[n], by_thumbnail[rows[n]["thumbnail"]] & ids.keys()) for n in asked if n in ids

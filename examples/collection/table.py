@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,8 @@ def tables(folder: Path) -> Iterator[str]:
     queries, values = per_query(folder)
     evaluated = sorted(values[REFERENCE])
     sizes = Counter(queries[name]["language"] for name in evaluated)
-    groups: dict[str, dict[str, list[str]]] = {
-        "bm25": {"all": evaluated},
-        "kind": {},
-        "language": {},
-    }
+    groups: dict[str, dict[str, list[str]]]
+    groups = {"bm25": {"all": evaluated}, "kind": {}, "language": {}}
     for name in evaluated:
         for field, found in groups.items():
             value = queries[name][field]
@@ -70,26 +67,17 @@ def per_query(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[s
 def _table(
     field: str, groups: dict[str, list[str]], values: dict[str, dict[str, float]]
 ) -> Iterator[str]:
-    yield (
-        f"| {field} | " + " | ".join(f"{name} ({len(ids)})" for name, ids in groups.items()) + " |"
-    )
+    sizes = (f"{name} ({len(ids)})" for name, ids in groups.items())
+    yield f"| {field} | {' | '.join(sizes)} |"
     yield "|---" * (len(groups) + 1) + "|"
     for run, by_query in values.items():
-        cells = [
-            _cell(run, ids, by_query, values[REFERENCE], field == "bm25") for ids in groups.values()
-        ]
-        yield f"| {run.removesuffix('.maxsim')} | " + " | ".join(cells) + " |"
-
-
-def _cell(
-    run: str,
-    ids: Sequence[str],
-    by_query: dict[str, float],
-    reference: dict[str, float],
-    has_interval: bool,
-) -> str:
-    mean = np.mean([by_query[name] for name in ids])
-    if run == REFERENCE or not has_interval:
-        return f"{mean:.3f}"
-    low, high = bootstrap_interval(np.array([by_query[name] - reference[name] for name in ids]))
-    return f"{mean:.3f} ({low:+.3f} to {high:+.3f})"
+        cells = []
+        for ids in groups.values():
+            scores = np.array([by_query[name] for name in ids])
+            cell = f"{scores.mean():.3f}"
+            if run != REFERENCE and field == "bm25":
+                reference = np.array([values[REFERENCE][name] for name in ids])
+                low, high = bootstrap_interval(scores - reference)
+                cell += f" ({low:+.3f} to {high:+.3f})"
+            cells.append(cell)
+        yield f"| {run.removesuffix('.maxsim')} | {' | '.join(cells)} |"

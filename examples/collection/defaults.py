@@ -17,6 +17,7 @@ import numpy as np
 from examples.collection.parts import HALVES
 from examples.collection.study import StudySpec
 from pipeline.defaults import CODEC, COMPRESSOR, SCORE
+from pipeline.eval.significance import ratio_intervals
 
 #: Largest loss in nDCG@10, at the lower end of the 95 % confidence interval.
 MARGIN = 0.01
@@ -30,6 +31,14 @@ DEFAULTS = re.compile(r"[a-z_]+_\d+(_int8)?\.maxsim")
 PRESENT = f"{COMPRESSOR['name']}_{COMPRESSOR['num_vectors']}_{CODEC}.{SCORE}"
 #: Representations whose scores are compared.
 SHOWN = ("full_int8", "kcenter_32_int8", "hpool_32_int8", "kcenter_32_bits_1")
+#: Rows that a recommendation chooses among.
+RECOMMENDED = re.compile(r"[a-z_]+(_\d+)?_int8\.maxsim")
+#: Required fractions of quality, and confidence levels of the bound; 0 is the mean.
+REQUIRED, SHARES = (0.9, 0.95, 0.98), (0.0, 0.8, 0.95)
+#: Minimum number of queries of a case of `regret` in each half, and of a language.
+MIN_CASE = 25
+#: Rows in which encoders are compared.
+COMPARED = ("full_int8.maxsim", PRESENT, "kcenter_8_int8.maxsim", "single_vector")
 #: Row of the uncompressed vectors, in float16 if it was measured.
 REFERENCES = ("full.maxsim", "full_int8.maxsim")
 
@@ -97,8 +106,17 @@ def read(folder: Path, queries: Path) -> Rows:
         value_Q = np.array([fields.get(row["query"], {}).get(field, "") for row in listed])
         groups |= {f"{field}: {name}": value_Q == name for name in np.unique(value_Q) if name}
     is_prove = np.array([row["half"] == HALVES[1] for row in listed])
-    groups = {n: q for n, q in groups.items() if (q & is_prove).sum() >= MIN_QUERIES}
     return Rows(names, np.concatenate(sizes), np.concatenate(values), is_prove, groups)
+
+
+def read_all(spec: StudySpec) -> dict[str, Rows]:
+    """Reads the results of all collections that have been measured."""
+    found = {}
+    for name, collection in spec.collections.items():
+        if (folder := Path(spec.output) / name).exists():
+            path = Path(getattr(collection.benchmark, "path", ""))
+            found[name] = read(folder, path / "queries.jsonl")
+    return found
 
 
 def intervals(differences_RQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -151,6 +169,62 @@ def prove(rows: Rows, name: str, queries_Q: np.ndarray, other: str | None = None
     return Test(rows.names[number], float(difference_Q.mean()), float(low), float(high))
 
 
+def regret(spec: StudySpec) -> Iterator[str]:
+    """Yields a table of recommendations by one half of the queries, measured on the other.
+
+    A case is a language of a collection, and a required fraction of the uncompressed quality. The
+    smallest row of MaxSim is recommended whose lower bound is sufficient, or else the uncompressed
+    vectors. Where nothing is chosen on the queries, the halves consist of every other query.
+    """
+    cases = {}
+    for name, rows in read_all(spec).items():
+        languages = [q for group, q in rows.groups.items() if group.startswith("language: ")]
+        used_R = [n for n, row in enumerate(rows.names) if RECOMMENDED.fullmatch(row)]
+        used_R.sort(key=lambda n: -rows.bytes[n])
+        second_Q = np.arange(len(rows.is_prove)) % 2 == 1 if rows.is_prove.all() else rows.is_prove
+        for mask_Q in languages or [np.ones_like(second_Q)]:
+            halves = [rows.values[used_R][:, mask_Q & half] for half in (~second_Q, second_Q)]
+            if min(half_RQ.shape[1] for half_RQ in halves) >= MIN_CASE:
+                cases[f"{name} {len(cases)}"] = (*halves, rows.bytes[used_R])
+    yield f"{len(cases) * len(REQUIRED)} cases"
+    yield ""
+    yield "| confidence | measured on | regret at most 1 | largest regret | size / best |"
+    yield "|---|---|---|---|---|"
+    for share in SHARES:
+        for title, order in (("prove", (0, 1)), ("choose", (1, 0))):
+            found = np.array(
+                [
+                    pair
+                    for *halves, bytes_R in cases.values()
+                    for pair in _regrets(halves[order[0]], halves[order[1]], bytes_R, share)
+                ]
+            )
+            ratio = np.exp(np.log(found[:, 1]).mean())
+            yield (
+                f"| {100 * share:.0f} % | {title} | {100 * (found[:, 0] <= 1).mean():.0f} % | "
+                f"{found[:, 0].max():.1f} | {ratio:.1f} |"
+            )
+
+
+def _regrets(
+    chosen_RQ: np.ndarray, proved_RQ: np.ndarray, bytes_R: np.ndarray, share: float
+) -> Iterator[tuple[float, float]]:
+    """Yields the missing points of retained quality, and the size relative to the best one.
+
+    The first row is the uncompressed one. Without a confidence `share`, its lower bound is the
+    mean.
+    """
+    means_R = chosen_RQ.mean(axis=1) / chosen_RQ[0].mean()
+    low_R = ratio_intervals(chosen_RQ, chosen_RQ[0], share)[:, 0] if share else means_R
+    truth_R = proved_RQ.mean(axis=1) / proved_RQ[0].mean()
+    for required in REQUIRED:
+        found, best = (
+            min([0, *np.flatnonzero(x_R >= required)], key=lambda row: bytes_R[row])
+            for x_R in (low_R, truth_R)
+        )
+        yield 100 * max(0.0, required - truth_R[found]), bytes_R[found] / bytes_R[best]
+
+
 def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> Iterator[str]:
     """Yields a Markdown table of the tests of a row, and writes all rows to a CSV file.
 
@@ -158,11 +232,7 @@ def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> It
         table: CSV file, or None.
         chosen: Row such as `hpool_32_int8.maxsim`, or None for the choice of the rule.
     """
-    collections = {}
-    for name, collection in spec.collections.items():
-        if (folder := Path(spec.output) / name).exists():
-            path = Path(getattr(collection.benchmark, "path", ""))
-            collections[name] = read(folder, path / "queries.jsonl")
+    collections = read_all(spec)
     rows = next(found for name, found in collections.items() if spec.collections[name].halves)
     chosen = chosen or choose(rows)
     yield f"Chosen: {chosen}"
@@ -173,7 +243,8 @@ def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> It
         if chosen in found.names:
             yield _line(name, found, chosen, found.is_prove)
     for group, mask_Q in rows.groups.items():
-        yield _line(group, rows, chosen, mask_Q & rows.is_prove)
+        if (mask_Q & rows.is_prove).sum() >= MIN_QUERIES:
+            yield _line(group, rows, chosen, mask_Q & rows.is_prove)
     yield ""
     yield "| score | representation | choose | prove |"
     yield "|---|---|---|---|"
@@ -183,6 +254,12 @@ def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> It
             parts = (~rows.is_prove, rows.is_prove)
             halves = [prove(rows, name, part, f"{representation}.maxsim") for part in parts]
             yield f"| {score} | `{representation}` | {halves[0].interval} | {halves[1].interval} |"
+    yield ""
+    yield f"| queries | number | {' | '.join(f'`{row}`' for row in COMPARED)} |"
+    yield f"|---|---|{'---|' * len(COMPARED)}"
+    for name, collection in spec.collections.items():
+        if collection.against and {name, collection.against} <= collections.keys():
+            yield from _comparison(name, collections[collection.against], collections[name])
     for name, found in collections.items():
         yield ""
         yield f"| {name} | bytes per item | choose | prove | difference to uncompressed |"
@@ -191,6 +268,22 @@ def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> It
     if table is not None:
         write(table, collections)
         plot(table.with_suffix(".png"), collections)
+
+
+def _comparison(name: str, first: Rows, second: Rows) -> Iterator[str]:
+    """Yields a line per language with the values of two encoders and the difference."""
+    languages = {g: q for g, q in first.groups.items() if g.startswith("language: ")}
+    for group, mask_Q in {name: np.ones_like(first.is_prove), **languages}.items():
+        used_Q = mask_Q & first.is_prove
+        if used_Q.sum() < MIN_CASE:
+            continue
+        cells = []
+        for row in COMPARED:
+            pair = [rows.values[rows.names.index(row), used_Q] for rows in (first, second)]
+            (low,), (high,) = intervals((pair[1] - pair[0])[np.newaxis])
+            means = ", ".join(f"{values_Q.mean():.3f}" for values_Q in pair)
+            cells.append(f"{means} ({100 * low:+.1f} to {100 * high:+.1f})")
+        yield f"| {group} | {used_Q.sum():,} | {' | '.join(cells)} |"
 
 
 def _front(rows: Rows) -> Iterator[str]:

@@ -11,8 +11,8 @@
 `table` prints tables of the output folder of an evaluation. `study` compares the training-free
 methods at all budgets, codecs and scores, and `defaults` chooses among them on one half of the
 queries and tests the choice on the other. `regret` prints how far recommendations by the judged
-queries of one half miss the required quality on the other. `projection` fits a projection of the token vectors to
-128 dimensions.
+queries of one half miss the required quality on the other. `projection` fits a projection of the
+token vectors to 128 dimensions.
 
 Rerun the same command to resume. Packages that cannot be downloaded or read are listed, the slices
 are made of the others, and the exit code is 2. Once the packages are in DATA, no network is needed.

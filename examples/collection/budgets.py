@@ -3,6 +3,7 @@
     python -m examples.collection.budgets tokens OUTPUT
     python -m examples.collection.budgets items OUTPUT
     python -m examples.collection.budgets agreement OUTPUT
+    python -m examples.collection.budgets collections SPEC
 
 OUTPUT is that of `maxray evaluate examples/collection/evaluate.yaml`.
 
@@ -12,6 +13,8 @@ is compressed or searched. The rankings have 100 items: the result is exact for 
 score is at least as high as the last score of each ranking.
 
 `items` prints how well properties of the stored vectors of the relevant item predict the loss.
+
+`collections` prints the same properties for the collections of a study with their losses.
 
 `agreement` prints how well the overlap with the results of uncompressed vectors predicts the loss.
 
@@ -33,17 +36,28 @@ import yaml
 from scipy.stats import spearmanr
 
 import jobs
+from examples.collection.defaults import read_all, reference
+from examples.collection.study import StudySpec
 from examples.collection.table import MEASURE, REFERENCE
 from examples.collection.table import per_query as read_queries
+from pipeline.config import parse
+from pipeline.config import read as load
 from pipeline.eval.diagnostics import gini
 from pipeline.eval.metrics import per_query, read_run
+from pipeline.eval.recommend.measure import compress
+from pipeline.eval.recommend.sample import draw_sample
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.eval.topics import read_qrels
 from pipeline.index.reader import IndexReader
-from pipeline.tokens import flat_from_arrow, normalise
+from pipeline.registry import COMPRESSORS
+from pipeline.tokens import flat_from_arrow, flat_rows, normalise
 
 DEPTH = 10
 LEVELS, METHODS = (1, 4, 8, 16, 32), ("hpool", "kcenter")
+#: Compressor, and number of sampled items, of the properties of a collection.
+PROBE, NUM_SAMPLED = {"name": "kcenter", "num_vectors": 8}, 400
+#: Representations whose loss they should predict.
+LOST = tuple(f"kcenter_{num_vectors}_int8" for num_vectors in (4, 8, 16, 32))
 #: Exponents p of budgets theta n^p of an item of n tokens.
 POWERS = {"n^1/4": 0.25, "square root": 0.5, "fraction": 1.0, "1 / square root": -0.5}
 #: Numbers of tokens that bound the groups of the first table.
@@ -174,6 +188,40 @@ def item_table(output: Path) -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
+def collection_table(path: Path) -> Iterator[str]:
+    """Yields a table of mean properties and losses of the collections of a study."""
+    spec = parse(StudySpec, load(str(path), "OUTPUT"))
+    compressor = COMPRESSORS.build(COMPRESSORS.resolve(PROBE))
+    table: dict[str, list[float]] = {}
+    for name, rows in read_all(spec).items():
+        index = IndexReader(spec.collections[name].index)
+        info = index.representation(spec.collections[name].representation)
+        found = []
+        for batch in draw_sample(index, info, size=NUM_SAMPLED, seed=0).batches:
+            vectors_KD, lengths_B = compress(compressor, batch, info.encoder)
+            tokens_ND, _ = flat_rows(batch.vectors.float(), batch.mask)
+            parts = (tokens_ND.split(batch.lengths.tolist()), vectors_KD.split(lengths_B.tolist()))
+            found += [_properties(normalise(x), y) for x, y in zip(*parts, strict=True)]
+        means = {key: float(np.mean([item[key] for item in found])) for key in found[0]}
+        quality = {
+            row: values_Q.mean() for row, values_Q in zip(rows.names, rows.values, strict=True)
+        }
+        full = quality[reference(rows)]
+        losses = {row: 100 * (1 - quality[f"{row}.maxsim"] / full) for row in LOST}
+        if not table:
+            yield f"| collection | {' | '.join([*means, *losses])} |"
+            yield f"|---|{'---|' * (len(means) + len(losses))}"
+        cells = [f"{value:.2f}" for value in means.values()]
+        cells += [f"{value:.1f}" for value in losses.values()]
+        yield f"| {name} | {' | '.join(cells)} |"
+        for key, value in (means | losses).items():
+            table.setdefault(key, []).append(value)
+    yield f"\n| correlation | {' | '.join(LOST)} |\n|---|{'---|' * len(LOST)}"
+    for key in means:
+        cells = [f"{spearmanr(table[key], table[row]).statistic:.2f}" for row in LOST]
+        yield f"| {key} | {' | '.join(cells)} |"
+
+
 def _properties(tokens_ND: torch.Tensor, vectors_KD: torch.Tensor) -> dict[str, float]:
     """Computes properties of an item from its unit token vectors and its stored vectors."""
     best_N, group_N = (tokens_ND @ vectors_KD.T).max(dim=1)
@@ -247,14 +295,19 @@ def agreement_table(proved: Path) -> Iterator[str]:
     yield f"| correlation | {' | '.join(f'{value:.2f}' for value in across)} |"
 
 
-STEPS = {"tokens": token_tables, "items": item_table, "agreement": agreement_table}
+STEPS = {
+    "tokens": token_tables,
+    "items": item_table,
+    "agreement": agreement_table,
+    "collections": collection_table,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the tables."""
     parser = jobs.parser(__doc__)
     parser.add_argument("step", choices=STEPS, help="what to print")
-    parser.add_argument("output", metavar="OUTPUT", help="output of an evaluation")
+    parser.add_argument("output", metavar="OUTPUT", help="output of an evaluation, or a spec")
     args = parser.parse(arguments)
     for line in STEPS[args.step](Path(args.output)):
         print(line, flush=True)

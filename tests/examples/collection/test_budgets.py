@@ -55,10 +55,9 @@ def test_recommendations_and_comparisons_of_a_study(tmp_path, capsys):
     rows = {"full_int8": 0.5, "kcenter_32_int8": 0.46, "kcenter_8_int8": 0.4, "single_vector": 0.3}
     names = [row if row == "single_vector" else f"{row}.maxsim" for row in rows]
     for number, name in enumerate(("first", "second")):
-        (tmp_path / "out" / name).mkdir(parents=True)
-        (tmp_path / "out" / name / "queries.csv").write_text(
-            "\n".join(["query,half,tokens", *lines])
-        )
+        folder = tmp_path / "out" / name
+        folder.mkdir(parents=True)
+        (folder / "queries.csv").write_text("\n".join(["query,half,tokens", *lines]))
         values_RQ = np.array([value + rng.uniform(-0.01, 0.01, 80) for value in rows.values()])
         sizes = [800, 80, 20, 8]
         np.savez(folder / "all.npz", names=names, bytes=sizes, values=values_RQ + 0.1 * number)

@@ -52,22 +52,6 @@ QUERIES_PER_BATCH = 512
 NONE = COMPRESSORS.resolve("none")
 
 
-class Collection(Spec):
-    """Index and judged queries."""
-
-    index: str
-    """URI of the index."""
-    representation: str = "full"
-    """Representation whose vectors are compressed."""
-    benchmark: BenchmarkSpec
-    """Benchmark with the queries, whose ids are those of items."""
-    against: str | None = None
-    """Name of the collection of the same items and queries by another encoder."""
-    halves: bool = False
-    """Whether the benchmark has the splits `choose` and `prove`. Otherwise, nothing is chosen on
-    its queries, so that all of them are in the half `prove`."""
-
-
 class Grid(Spec):
     """Methods, budgets and codecs that are combined. `none` has no budget."""
 
@@ -77,6 +61,24 @@ class Grid(Spec):
     codecs: list[CodecSpec]
     is_fused: bool = True
     """Whether to compute the fused scores, which take most of the time."""
+
+
+class Collection(Spec):
+    """Index and judged queries."""
+
+    index: str
+    """URI of the index."""
+    representation: str = "full"
+    """Representation whose vectors are compressed."""
+    benchmark: BenchmarkSpec
+    """Benchmark with the queries, whose ids are those of items."""
+    grids: list[Grid] | None = None
+    """Grids of this collection, if they are not those of the study."""
+    against: str | None = None
+    """Name of the collection of the same items and queries by another encoder."""
+    halves: bool = False
+    """Whether the benchmark has the splits `choose` and `prove`. Otherwise, nothing is chosen on
+    its queries, so that all of them are in the half `prove`."""
 
 
 class StudySpec(Spec):
@@ -125,7 +127,7 @@ def study(spec: StudySpec, say: Callable[[str], None]) -> None:
         folder = Path(spec.output) / name
         tasks = [
             (method, grid, codecs)
-            for grid in spec.grids
+            for grid in (spec.grids if collection.grids is None else collection.grids)
             for method in grid.methods
             if (codecs := [c for c in grid.codecs if not _file(folder, method, grid, c).exists()])
         ]

@@ -29,8 +29,15 @@ MIN_QUERIES = 50
 #: the number of vectors must be limited. Other scores need single vectors or BM25.
 DEFAULTS = re.compile(r"[a-z_]+_\d+(_int8)?\.maxsim")
 PRESENT = f"{COMPRESSOR['name']}_{COMPRESSOR['num_vectors']}_{CODEC}.{SCORE}"
-#: Representations whose scores are compared.
-SHOWN = ("full_int8", "kcenter_32_int8", "hpool_32_int8", "kcenter_32_bits_1")
+#: Rows that are compared with the chosen one.
+ALTERNATIVES = (
+    "kcenter_32_int8.fused",
+    "kcenter_32_int8.hybrid",
+    "kcenter_32_bits_1.maxsim",
+    "kcenter_32_bits_1.hybrid",
+    "full_bits_1.hybrid",
+    "full_int8.maxsim",
+)
 #: Rows that a recommendation chooses among.
 RECOMMENDED = re.compile(r"[a-z_]+(_\d+)?_int8\.maxsim")
 #: Required fractions of quality, and confidence levels of the bound; 0 is the mean.
@@ -246,14 +253,11 @@ def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> It
         if (mask_Q & rows.is_prove).sum() >= MIN_QUERIES:
             yield _line(group, rows, chosen, mask_Q & rows.is_prove)
     yield ""
-    yield "| score | representation | choose | prove |"
-    yield "|---|---|---|---|"
-    for name in rows.names:
-        representation, _, score = name.partition(".")
-        if score not in ("", "maxsim") and representation in SHOWN:
-            parts = (~rows.is_prove, rows.is_prove)
-            halves = [prove(rows, name, part, f"{representation}.maxsim") for part in parts]
-            yield f"| {score} | `{representation}` | {halves[0].interval} | {halves[1].interval} |"
+    yield f"| queries | number | {' | '.join(f'`{row}`' for row in ALTERNATIVES)} |"
+    yield f"|---|---|{'---|' * len(ALTERNATIVES)}"
+    for name, found in collections.items():
+        if chosen in found.names:
+            yield from _alternatives(name, found, chosen)
     yield ""
     yield f"| queries | number | {' | '.join(f'`{row}`' for row in COMPARED)} |"
     yield f"|---|---|{'---|' * len(COMPARED)}"
@@ -268,6 +272,22 @@ def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> It
     if table is not None:
         write(table, collections)
         plot(table.with_suffix(".png"), collections)
+
+
+def _alternatives(name: str, rows: Rows, chosen: str) -> Iterator[str]:
+    """Yields a line per half and kind of query with the differences to the chosen row."""
+    kinds = {group: mask_Q for group, mask_Q in rows.groups.items() if group.startswith("kind: ")}
+    halves = dict(zip(HALVES, (~rows.is_prove, rows.is_prove), strict=True))
+    for group, mask_Q in {name: np.ones_like(rows.is_prove), **kinds}.items():
+        for half, half_Q in halves.items():
+            if (used_Q := mask_Q & half_Q).sum() < MIN_QUERIES:
+                continue
+            cells = [
+                prove(rows, row, used_Q, chosen).interval if row in rows.names else ""
+                for row in ALTERNATIVES
+            ]
+            label = group if rows.is_prove.all() else f"{group}, `{half}`"
+            yield f"| {label} | {used_Q.sum():,} | {' | '.join(cells)} |"
 
 
 def _comparison(name: str, first: Rows, second: Rows) -> Iterator[str]:

@@ -25,11 +25,16 @@ MARGIN = 0.01
 NUM_SAMPLES = 2000
 #: Groups with fewer queries are not compared.
 MIN_QUERIES = 50
-#: Rows that can be a default. A codec that is fitted cannot, since an index may begin empty, and
-#: the number of vectors must be limited. Other scores need single vectors or BM25.
-DEFAULTS = re.compile(r"[a-z_]+_\d+(_int8)?\.maxsim")
+#: Rows that the rule chooses among. A default has a limited number of vectors, so that the size of
+#: an index is known, and a codec without fitting, so that an index may begin empty. Its score needs
+#: neither single vectors nor BM25. The others show what these conditions cost.
+ELIGIBLE = {
+    "all conditions": re.compile(r"[a-z_]+_\d+(_int8)?\.maxsim"),
+    "any codec": re.compile(r"[a-z_]+_\d+(_int8|_bits_\d)?\.maxsim"),
+    "any row": re.compile(".*"),
+}
 PRESENT = f"{COMPRESSOR['name']}_{COMPRESSOR['num_vectors']}_{CODEC}.{SCORE}"
-#: Rows that are compared with the chosen one.
+#: Rows that are compared with the present default.
 ALTERNATIVES = (
     "kcenter_32_int8.fused",
     "kcenter_32_int8.hybrid",
@@ -140,13 +145,13 @@ def intervals(differences_RQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return low_R, high_R
 
 
-def choose(rows: Rows) -> str:
-    """Returns the smallest default that is within the margin of the best one on `choose`.
+def choose(rows: Rows, pattern: re.Pattern[str]) -> str:
+    """Returns the smallest eligible row that is within the margin of the best one on `choose`.
 
     Among those of this size, it is the present one, unless another is significantly better.
     """
     values_RQ = rows.values[:, ~rows.is_prove]
-    eligible = np.array([DEFAULTS.fullmatch(name) is not None for name in rows.names])
+    eligible = np.array([pattern.fullmatch(name) is not None for name in rows.names])
     means_R = np.where(eligible, values_RQ.mean(1), -1)
     low_R, _ = intervals(values_RQ - values_RQ[means_R.argmax()])
     is_close_R = eligible & (low_R > -MARGIN)
@@ -232,32 +237,32 @@ def _regrets(
         yield 100 * max(0.0, required - truth_R[found]), bytes_R[found] / bytes_R[best]
 
 
-def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> Iterator[str]:
-    """Yields a Markdown table of the tests of a row, and writes all rows to a CSV file.
+def report(spec: StudySpec, table: Path | None) -> Iterator[str]:
+    """Yields Markdown tables of the chosen rows, and writes all rows to a CSV file.
 
     Args:
         table: CSV file, or None.
-        chosen: Row such as `hpool_32_int8.maxsim`, or None for the choice of the rule.
     """
     collections = read_all(spec)
     rows = next(found for name, found in collections.items() if spec.collections[name].halves)
-    chosen = chosen or choose(rows)
-    yield f"Chosen: {chosen}"
-    yield ""
-    yield "| queries | number | nDCG@10 | best of at most equal bytes | difference | verdict |"
-    yield "|---|---|---|---|---|---|"
-    for name, found in collections.items():
-        if chosen in found.names:
-            yield _line(name, found, chosen, found.is_prove)
-    for group, mask_Q in rows.groups.items():
-        if (mask_Q & rows.is_prove).sum() >= MIN_QUERIES:
-            yield _line(group, rows, chosen, mask_Q & rows.is_prove)
-    yield ""
+    for conditions, pattern in ELIGIBLE.items():
+        chosen = choose(rows, pattern)
+        yield f"With {conditions}: `{chosen}`"
+        yield ""
+        yield "| queries | number | nDCG@10 | best of at most equal bytes | difference | verdict |"
+        yield "|---|---|---|---|---|---|"
+        for name, found in collections.items():
+            if chosen in found.names:
+                yield _line(name, found, chosen, found.is_prove)
+        for group, mask_Q in rows.groups.items():
+            if (mask_Q & rows.is_prove).sum() >= MIN_QUERIES:
+                yield _line(group, rows, chosen, mask_Q & rows.is_prove)
+        yield ""
     yield f"| queries | number | {' | '.join(f'`{row}`' for row in ALTERNATIVES)} |"
     yield f"|---|---|{'---|' * len(ALTERNATIVES)}"
     for name, found in collections.items():
-        if chosen in found.names:
-            yield from _alternatives(name, found, chosen)
+        if PRESENT in found.names:
+            yield from _alternatives(name, found)
     yield ""
     yield f"| queries | number | {' | '.join(f'`{row}`' for row in COMPARED)} |"
     yield f"|---|---|{'---|' * len(COMPARED)}"
@@ -274,8 +279,8 @@ def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> It
         plot(table.with_suffix(".png"), collections)
 
 
-def _alternatives(name: str, rows: Rows, chosen: str) -> Iterator[str]:
-    """Yields a line per half and kind of query with the differences to the chosen row."""
+def _alternatives(name: str, rows: Rows) -> Iterator[str]:
+    """Yields a line per half and kind of query with the differences to the present default."""
     kinds = {group: mask_Q for group, mask_Q in rows.groups.items() if group.startswith("kind: ")}
     halves = dict(zip(HALVES, (~rows.is_prove, rows.is_prove), strict=True))
     for group, mask_Q in {name: np.ones_like(rows.is_prove), **kinds}.items():
@@ -283,7 +288,7 @@ def _alternatives(name: str, rows: Rows, chosen: str) -> Iterator[str]:
             if (used_Q := mask_Q & half_Q).sum() < MIN_QUERIES:
                 continue
             cells = [
-                prove(rows, row, used_Q, chosen).interval if row in rows.names else ""
+                prove(rows, row, used_Q, PRESENT).interval if row in rows.names else ""
                 for row in ALTERNATIVES
             ]
             label = group if rows.is_prove.all() else f"{group}, `{half}`"

@@ -75,7 +75,7 @@ def test_recommendations_and_comparisons_of_a_study(tmp_path, capsys):
     assert all(line.split(" | ")[2] == "100 %" for line in lines[4:])
     main(["defaults", str(tmp_path / "study.yaml")])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Chosen: kcenter_32_int8.maxsim"
+    assert lines[0] == "With all conditions: `kcenter_32_int8.maxsim`"
     (line,) = [line for line in lines if line.startswith("| second | 40 | 0.50")]
     assert re.search(r"0\.(499|500|501), 0\.(599|600|601) \(\+9\.\d to \+10\.\d\)", line)
     with pytest.raises(SpecError, match=r"has no per_query\.csv"):

@@ -125,7 +125,7 @@ def read_all(spec: StudySpec) -> dict[str, Rows]:
     """Reads the results of all collections that have been measured."""
     found = {}
     for name, collection in spec.collections.items():
-        if (folder := Path(spec.output) / name).exists():
+        if any((folder := Path(spec.output) / name).glob("*.npz")):
             path = Path(getattr(collection.benchmark, "path", ""))
             found[name] = read(folder, path / "queries.jsonl")
     return found

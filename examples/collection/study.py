@@ -70,6 +70,8 @@ class Collection(Spec):
     """URI of the index."""
     representation: str = "full"
     """Representation whose vectors are compressed."""
+    max_queries: PositiveInt | None = None
+    """Number of queries of each half, evenly spaced. If null, all are used."""
     benchmark: BenchmarkSpec
     """Benchmark with the queries, whose ids are those of items."""
     grids: list[Grid] | None = None
@@ -252,9 +254,12 @@ def _queries(searcher, collection: Collection, sample: Sample) -> Queries:
     for part in HALVES if collection.halves else HALVES[1:]:
         changes = {"split": part} if collection.halves else {}
         judged = BENCHMARKS.build(collection.benchmark.model_copy(update=changes)).load()
-        texts |= judged.queries
+        names = list(judged.queries)
+        number = min(len(names), collection.max_queries or len(names))
+        used = [names[place * len(names) // number] for place in range(number)]
+        texts |= {name: judged.queries[name] for name in used}
         qrels |= judged.qrels
-        halves |= dict.fromkeys(judged.queries, part)
+        halves |= dict.fromkeys(used, part)
     numbers = {item: number for number, item in enumerate(sample.ids)}
     grades = [
         {

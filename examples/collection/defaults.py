@@ -43,8 +43,8 @@ ALTERNATIVES = (
     "full_bits_1.hybrid",
     "full_int8.maxsim",
 )
-#: Rows that a recommendation chooses among.
-RECOMMENDED = re.compile(r"[a-z_]+(_\d+)?_int8\.maxsim")
+#: Rows that a recommendation chooses among, as `maxray plan recommend` by default.
+RECOMMENDED = re.compile(r"(full|(hpool|kcenter|samer|spatial)_\d+)_int8\.maxsim")
 #: Required fractions of quality, and confidence levels of the bound; 0 is the mean.
 REQUIRED, SHARES = (0.9, 0.95, 0.98), (0.0, 0.8, 0.95)
 #: Minimum number of queries of a case of `regret` in each half, and of a language.

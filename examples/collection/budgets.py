@@ -55,9 +55,9 @@ from pipeline.tokens import flat_from_arrow, flat_rows, normalise
 DEPTH = 10
 LEVELS, METHODS = (1, 4, 8, 16, 32), ("hpool", "kcenter")
 #: Compressor, and number of sampled items, of the properties of a collection.
-PROBE, NUM_SAMPLED = {"name": "kcenter", "num_vectors": 8}, 400
+PROBE, NUM_SAMPLED = {"name": "kcenter", "num_vectors": 8}, 200
 #: Representations whose loss they should predict.
-LOST = tuple(f"kcenter_{num_vectors}_int8" for num_vectors in (4, 8, 16, 32))
+LOST = tuple(f"kcenter_{num_vectors}_int8" for num_vectors in (8, 32))
 #: Exponents p of budgets theta n^p of an item of n tokens.
 POWERS = {"n^1/4": 0.25, "square root": 0.5, "fraction": 1.0, "1 / square root": -0.5}
 #: Numbers of tokens that bound the groups of the first table.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from pathlib import Path
 
 import pytest
 
@@ -131,3 +132,32 @@ def test_statements_equal_the_table_of_the_study(page, study):
     text = " ".join((ROOT / page).read_text().split())
     for statement in STATEMENTS[page]:
         assert statement.format(**values) in text
+
+
+#: Value of a metric in a sentence. Fractions of fewer digits are mostly settings.
+VALUE = re.compile(r"(?<![\d.])0\.\d{3}(?!\d|\.\d)")
+NOTES = ROOT / "examples/papers/notes"
+#: Values in sentences that are not results, or that are sums of the numbers of a table.
+OTHERS = {"docs/reference/training.md": {"0.005"}}
+
+
+def test_values_in_sentences_are_in_a_table():
+    missing, checked = {}, 0
+    for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))):
+        text = path.read_text()
+        sentences = re.sub(r"^```.*?^```|^\|.*?$", "", text, flags=re.M | re.S)
+        blocks = re.findall(r"^```.*?^```|^\|.*?$", text, flags=re.M | re.S)
+        linked = [path.parent / name for name in re.findall(r"\]\(([^)#\s]+\.(?:md|csv))", text)]
+        linked += [NOTES / Path(name).name for name in re.findall(r"`([\w/-]+\.md)`", text)]
+        known = "\n".join([*blocks, *(_values(file) for file in linked if file.exists())])
+        found = set(VALUE.findall(sentences))
+        checked += len(found)
+        page = str(path.relative_to(ROOT))
+        if unknown := {value for value in found if value not in known} - OTHERS.get(page, set()):
+            missing[page] = sorted(unknown)
+    assert missing == {} and checked > 80
+
+
+def _values(path: Path) -> str:
+    """Returns the text of a page or table, with values of three digits."""
+    return re.sub(r"\d+\.\d{4,}", lambda number: f"{float(number[0]):.3f}", path.read_text())

@@ -1,11 +1,11 @@
-"""Budgets by the number of tokens, and recommendations, from evaluations of a slice.
+"""Budgets by the number of tokens, and what predicts the loss, from an evaluation of a slice.
 
-    python -m examples.collection.budgets tokens PROVE
-    python -m examples.collection.budgets items PROVE
-    python -m examples.collection.budgets agreement PROVE
-    python -m examples.collection.budgets regret CHOOSE PROVE
+    python -m examples.collection.budgets tokens OUTPUT
+    python -m examples.collection.budgets items OUTPUT
+    python -m examples.collection.budgets agreement OUTPUT
+    python -m examples.collection.budgets collections SPEC
 
-CHOOSE and PROVE are outputs of `maxray evaluate examples/collection/evaluate.yaml`.
+OUTPUT is that of `maxray evaluate examples/collection/evaluate.yaml`.
 
 `tokens` prints what an item of n tokens loses, and what other budgets of the same total size gain.
 An item whose budget is k has the score that it has in the ranking with k vectors, so that nothing
@@ -14,22 +14,20 @@ score is at least as high as the last score of each ranking.
 
 `items` prints how well properties of the stored vectors of the relevant item predict the loss.
 
+`collections` prints the same properties for the collections of a study with their losses.
+
 `agreement` prints how well the overlap with the results of uncompressed vectors predicts the loss.
 
-`regret` prints how far recommendations by the judged queries of one half miss the required quality
-on the other half. A case is a group of queries and a required fraction of the uncompressed quality.
-
-Shapes: Q queries, B items, R representations.
+Shapes: Q queries, B items.
 """
 
 from __future__ import annotations
 
-import csv
 import itertools
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -38,24 +36,34 @@ import yaml
 from scipy.stats import spearmanr
 
 import jobs
-from pipeline.config import SpecError
+from examples.collection.defaults import read_all, reference
+from examples.collection.study import StudySpec
+from examples.collection.table import MEASURE, REFERENCE
+from examples.collection.table import per_query as read_queries
+from pipeline.config import parse
+from pipeline.config import read as load
 from pipeline.eval.diagnostics import gini
 from pipeline.eval.metrics import per_query, read_run
-from pipeline.eval.significance import bootstrap_interval, ratio_intervals
+from pipeline.eval.recommend.measure import compress
+from pipeline.eval.recommend.sample import draw_sample
+from pipeline.eval.significance import bootstrap_interval
 from pipeline.eval.topics import read_qrels
 from pipeline.index.reader import IndexReader
-from pipeline.tokens import flat_from_arrow, normalise
+from pipeline.registry import COMPRESSORS
+from pipeline.tokens import flat_from_arrow, flat_rows, normalise
 
-MEASURE, DEPTH = "nDCG@10", 10
+DEPTH = 10
 LEVELS, METHODS = (1, 4, 8, 16, 32), ("hpool", "kcenter")
+#: Compressor, and number of sampled items, of the properties of a collection.
+PROBE, NUM_SAMPLED = {"name": "kcenter", "num_vectors": 8}, 200
+#: Representations whose loss they should predict.
+LOST = tuple(f"kcenter_{num_vectors}_int8" for num_vectors in (8, 32))
 #: Exponents p of budgets theta n^p of an item of n tokens.
 POWERS = {"n^1/4": 0.25, "square root": 0.5, "fraction": 1.0, "1 / square root": -0.5}
 #: Numbers of tokens that bound the groups of the first table.
 BOUNDS = (0, 40, 80, 160, 1 << 30)
 
-#: Required fractions of quality, and confidence levels of the bound; 0 is the mean.
-REQUIRED, SHARES = (0.9, 0.95, 0.98), (0.0, 0.8, 0.95)
-#: Minimum number of queries of a group in each half.
+#: Minimum number of queries of a group.
 MIN_QUERIES = 40
 
 Run = Mapping[str, Mapping[str, float]]
@@ -105,6 +113,7 @@ def mixed(runs: Mapping[int, Run], budgets: Mapping[str, int]) -> tuple[Run, flo
 
 def token_tables(output: Path) -> Iterator[str]:
     """Yields the lines of both tables."""
+    uncompressed = read_queries(output)[1][REFERENCE]
     spec = yaml.safe_load((output / "spec.yaml").read_text())
     path = f"{spec['benchmark']['path']}/qrels/{spec['benchmark']['split']}.tsv"
     column = "hpool_32_assignment"
@@ -124,7 +133,7 @@ def token_tables(output: Path) -> Iterator[str]:
 
     relevant = [[lengths[i] for i in grades if i in lengths] for grades in qrels.values()]
     tokens_Q = np.array([np.mean(found) for found in relevant])
-    full_Q = values(read("full"))
+    full_Q = np.array([uncompressed[query] for query in qrels])
     groups = [(tokens_Q > a) & (tokens_Q <= b) for a, b in itertools.pairwise(BOUNDS)]
     runs = {m: {k: read(f"{m}_{k}") for k in LEVELS} for m in METHODS}
     sizes = " | ".join(f"{is_in.sum()} queries" for is_in in groups)
@@ -160,7 +169,7 @@ def item_table(output: Path) -> Iterator[str]:
     rows = {query: [row_of[i] for i in grades if i in row_of] for query, grades in qrels.items()}
     rows = {query: found for query, found in rows.items() if found}
     relevant = sorted({row for found in rows.values() for row in found})
-    values = _values(output)
+    values = read_queries(output)[1]
 
     def vectors(column: str) -> list[torch.Tensor]:
         flat, lengths = flat_from_arrow(dataset.take(relevant, [column])[column])
@@ -177,6 +186,40 @@ def item_table(output: Path) -> Iterator[str]:
             yield f"| candidate | {' | '.join(names)} |\n|---|{'---|' * len(names)}"
         cells = [f"{spearmanr(column, loss).statistic:.2f}" for column in means.values()]
         yield f"| {name} | {' | '.join(cells)} |"
+
+
+def collection_table(path: Path) -> Iterator[str]:
+    """Yields a table of mean properties and losses of the collections of a study."""
+    spec = parse(StudySpec, load(str(path), "OUTPUT"))
+    compressor = COMPRESSORS.build(COMPRESSORS.resolve(PROBE))
+    table: dict[str, list[float]] = {}
+    for name, rows in read_all(spec).items():
+        index = IndexReader(spec.collections[name].index)
+        info = index.representation(spec.collections[name].representation)
+        found = []
+        for batch in draw_sample(index, info, size=NUM_SAMPLED, seed=0).batches:
+            vectors_KD, lengths_B = compress(compressor, batch, info.encoder)
+            tokens_ND, _ = flat_rows(batch.vectors.float(), batch.mask)
+            parts = (tokens_ND.split(batch.lengths.tolist()), vectors_KD.split(lengths_B.tolist()))
+            found += [_properties(normalise(x), y) for x, y in zip(*parts, strict=True)]
+        means = {key: float(np.mean([item[key] for item in found])) for key in found[0]}
+        quality = {
+            row: values_Q.mean() for row, values_Q in zip(rows.names, rows.values, strict=True)
+        }
+        full = quality[reference(rows)]
+        losses = {row: 100 * (1 - quality[f"{row}.maxsim"] / full) for row in LOST}
+        if not table:
+            yield f"| collection | {' | '.join([*means, *losses])} |"
+            yield f"|---|{'---|' * (len(means) + len(losses))}"
+        cells = [f"{value:.2f}" for value in means.values()]
+        cells += [f"{value:.1f}" for value in losses.values()]
+        yield f"| {name} | {' | '.join(cells)} |"
+        for key, value in (means | losses).items():
+            table.setdefault(key, []).append(value)
+    yield f"\n| correlation | {' | '.join(LOST)} |\n|---|{'---|' * len(LOST)}"
+    for key in means:
+        cells = [f"{spearmanr(table[key], table[row]).statistic:.2f}" for row in LOST]
+        yield f"| {key} | {' | '.join(cells)} |"
 
 
 def _properties(tokens_ND: torch.Tensor, vectors_KD: torch.Tensor) -> dict[str, float]:
@@ -205,62 +248,13 @@ def _interval(values_Q: np.ndarray) -> str:
     return f"{values_Q.mean():+.1f} ({low:+.1f} to {high:+.1f})"
 
 
-def regret_table(chosen: Path, proved: Path) -> Iterator[str]:
-    """Yields the lines of the table of recommendations by judged queries.
-
-    The smallest representation is recommended whose lower bound of the retained quality is
-    sufficient, or else the uncompressed vectors.
-    """
-    groups = _groups(chosen)
-    halves = [_values(folder) for folder in (chosen, proved)]
-    with (proved / "table.csv").open() as file:
-        sizes = {row["row"]: float(row["vector_bytes"]) for row in csv.DictReader(file)}
-    names = sorted(halves[0].keys() & halves[1].keys() - {"bm25"}, key=lambda name: -sizes[name])
-    sizes_R = np.array([sizes[name] for name in names])  # the first one is that of `full`
-    pairs = []
-    for ids in groups.values():
-        both = [
-            np.array([[v for q, v in half[name].items() if q in ids] for name in names])
-            for half in halves
-        ]
-        if min(values_RQ.shape[1] for values_RQ in both) >= MIN_QUERIES:
-            pairs.append(both)
-    yield f"{len(pairs)} groups of queries, {len(pairs) * len(REQUIRED)} cases"
-    yield "| confidence | measured on | regret <= 1 | largest | size / best |"
-    yield "|---|---|---|---|---|"
-    for share in SHARES:
-        for title, order in (("prove", (0, 1)), ("choose", (1, 0))):
-            rows = np.array(
-                [
-                    row
-                    for both in pairs
-                    for row in _regrets(both[order[0]], both[order[1]], sizes_R, share)
-                ]
-            )
-            ratio = np.exp(np.log(rows[:, 1]).mean())
-            yield (
-                f"| {100 * share:.0f} % | {title} | {100 * (rows[:, 0] <= 1).mean():.0f} % | "
-                f"{rows[:, 0].max():.1f} | {ratio:.1f} |"
-            )
-
-
-def _values(folder: Path) -> dict[str, dict[str, float]]:
-    values: dict[str, dict[str, float]] = defaultdict(dict)
-    with (folder / "per_query.csv").open() as file:
-        for row in csv.DictReader(file):
-            values[row["run"]][row["query_id"]] = float(row[MEASURE])
-    return values
-
-
-def _groups(folder: Path) -> dict[str, set[str]]:
+def _groups(queries: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
     """Returns the ids of the queries by kind, language, what BM25 answers, and pairs of these."""
-    path = yaml.safe_load((folder / "spec.yaml").read_text())["benchmark"]["path"]
     groups: dict[str, set[str]] = defaultdict(set)
-    with open(f"{path}/queries.jsonl", encoding="utf-8") as file:
-        for row in map(json.loads, file):
-            kind, language, bm25 = row["kind"], row["language"], row["bm25"]
-            for group in ("all", kind, language, bm25, f"{kind} {language}", f"{kind} {bm25}"):
-                groups[group].add(row["_id"])
+    for name, row in queries.items():
+        kind, language, bm25 = row["kind"], row["language"], row["bm25"]
+        for group in ("all", kind, language, bm25, f"{kind} {language}", f"{kind} {bm25}"):
+            groups[group].add(name)
     return groups
 
 
@@ -270,7 +264,7 @@ def agreement_table(proved: Path) -> Iterator[str]:
     The agreement of a query is the share of the ten best items by uncompressed vectors that are
     also found with K vectors. It needs queries, but no judgments.
     """
-    values = _values(proved)
+    questions, values = read_queries(proved)
     names = [f"{m}_{k}" for m in METHODS for k in LEVELS if (m, k) != ("kcenter", 1)]
     best: dict[str, dict[str, set[str]]] = {}
     for name in ("full", *names):
@@ -278,7 +272,7 @@ def agreement_table(proved: Path) -> Iterator[str]:
         best[name] = {q: set(sorted(r, key=r.__getitem__)[-DEPTH:]) for q, r in run.items()}
     agreement: list[np.ndarray] = []
     retained: list[np.ndarray] = []
-    for ids in _groups(proved).values():
+    for ids in _groups(questions).values():
         if len(queries := sorted(ids & best["full"].keys())) < MIN_QUERIES:
             continue
         full = [values["full.maxsim"][q] for q in queries]
@@ -301,30 +295,11 @@ def agreement_table(proved: Path) -> Iterator[str]:
     yield f"| correlation | {' | '.join(f'{value:.2f}' for value in across)} |"
 
 
-def _regrets(
-    chosen_RQ: np.ndarray, proved_RQ: np.ndarray, sizes_R: np.ndarray, share: float
-) -> Iterator[tuple[float, float]]:
-    """Yields the missing points of retained quality, and the size relative to the best one.
-
-    The first representation is the uncompressed one. Without a confidence `share`, its lower bound
-    is the mean.
-    """
-    means_R = chosen_RQ.mean(axis=1) / chosen_RQ[0].mean()
-    low_R = ratio_intervals(chosen_RQ, chosen_RQ[0], share)[:, 0] if share else means_R
-    truth_R = proved_RQ.mean(axis=1) / proved_RQ[0].mean()
-    for required in REQUIRED:
-        found, best = (
-            min([0, *np.flatnonzero(x_R >= required)], key=lambda row: sizes_R[row])
-            for x_R in (low_R, truth_R)
-        )
-        yield 100 * max(0.0, required - truth_R[found]), sizes_R[found] / sizes_R[best]
-
-
-STEPS: dict[str, Callable[..., Iterator[str]]] = {
+STEPS = {
     "tokens": token_tables,
     "items": item_table,
     "agreement": agreement_table,
-    "regret": regret_table,
+    "collections": collection_table,
 }
 
 
@@ -332,16 +307,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the tables."""
     parser = jobs.parser(__doc__)
     parser.add_argument("step", choices=STEPS, help="what to print")
-    parser.add_argument("outputs", nargs="+", metavar="OUTPUT", help="output of an evaluation")
+    parser.add_argument("output", metavar="OUTPUT", help="output of an evaluation, or a spec")
     args = parser.parse(arguments)
-    folders = [Path(output) for output in args.outputs]
-    if len(folders) != (2 if args.step == "regret" else 1):
-        parser.error("regret needs the outputs of two evaluations, other steps one")
-    for folder in folders:
-        if not (folder / "per_query.csv").exists():
-            rule = "the output folder of `maxray evaluate examples/collection/evaluate.yaml`"
-            raise SpecError("OUTPUT", str(folder), rule, "has no per_query.csv")
-    for line in STEPS[args.step](*folders):
+    for line in STEPS[args.step](Path(args.output)):
         print(line, flush=True)
 
 

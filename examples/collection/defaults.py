@@ -17,6 +17,7 @@ import numpy as np
 from examples.collection.parts import HALVES
 from examples.collection.study import StudySpec
 from pipeline.defaults import CODEC, COMPRESSOR, SCORE
+from pipeline.eval.significance import ratio_intervals
 
 #: Largest loss in nDCG@10, at the lower end of the 95 % confidence interval.
 MARGIN = 0.01
@@ -24,12 +25,32 @@ MARGIN = 0.01
 NUM_SAMPLES = 2000
 #: Groups with fewer queries are not compared.
 MIN_QUERIES = 50
-#: Rows that can be a default. A codec that is fitted cannot, since an index may begin empty, and
-#: the number of vectors must be limited. Other scores need single vectors or BM25.
-DEFAULTS = re.compile(r"[a-z_]+_\d+(_int8)?\.maxsim")
+#: Rows that the rule chooses among. A default has a limited number of vectors, so that the size of
+#: an index is known, and a codec without fitting, so that an index may begin empty. Its score needs
+#: neither single vectors nor BM25. The others show what these conditions cost.
+ELIGIBLE = {
+    "all conditions": re.compile(r"[a-z_]+_\d+(_int8)?\.maxsim"),
+    "any codec": re.compile(r"[a-z_]+_\d+(_int8|_bits_\d)?\.maxsim"),
+    "any row": re.compile(".*"),
+}
 PRESENT = f"{COMPRESSOR['name']}_{COMPRESSOR['num_vectors']}_{CODEC}.{SCORE}"
-#: Representations whose scores are compared.
-SHOWN = ("full_int8", "kcenter_32_int8", "hpool_32_int8", "kcenter_32_bits_1")
+#: Rows that are compared with the present default.
+ALTERNATIVES = (
+    "kcenter_32_int8.fused",
+    "kcenter_32_int8.hybrid",
+    "kcenter_32_bits_1.maxsim",
+    "kcenter_32_bits_1.hybrid",
+    "full_bits_1.hybrid",
+    "full_int8.maxsim",
+)
+#: Rows that a recommendation chooses among, as `maxray plan recommend` by default.
+RECOMMENDED = re.compile(r"(full|(hpool|kcenter|samer|spatial)_\d+)_int8\.maxsim")
+#: Required fractions of quality, and confidence levels of the bound; 0 is the mean.
+REQUIRED, SHARES = (0.9, 0.95, 0.98), (0.0, 0.8, 0.95)
+#: Minimum number of queries of a case of `regret` in each half, and of a language.
+MIN_CASE = 25
+#: Rows in which encoders are compared.
+COMPARED = ("full_int8.maxsim", PRESENT, "kcenter_8_int8.maxsim", "single_vector")
 #: Row of the uncompressed vectors, in float16 if it was measured.
 REFERENCES = ("full.maxsim", "full_int8.maxsim")
 
@@ -97,8 +118,17 @@ def read(folder: Path, queries: Path) -> Rows:
         value_Q = np.array([fields.get(row["query"], {}).get(field, "") for row in listed])
         groups |= {f"{field}: {name}": value_Q == name for name in np.unique(value_Q) if name}
     is_prove = np.array([row["half"] == HALVES[1] for row in listed])
-    groups = {n: q for n, q in groups.items() if (q & is_prove).sum() >= MIN_QUERIES}
     return Rows(names, np.concatenate(sizes), np.concatenate(values), is_prove, groups)
+
+
+def read_all(spec: StudySpec) -> dict[str, Rows]:
+    """Reads the results of all collections that have been measured."""
+    found = {}
+    for name, collection in spec.collections.items():
+        if any((folder := Path(spec.output) / name).glob("*.npz")):
+            path = Path(getattr(collection.benchmark, "path", ""))
+            found[name] = read(folder, path / "queries.jsonl")
+    return found
 
 
 def intervals(differences_RQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -115,13 +145,13 @@ def intervals(differences_RQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return low_R, high_R
 
 
-def choose(rows: Rows) -> str:
-    """Returns the smallest default that is within the margin of the best one on `choose`.
+def choose(rows: Rows, pattern: re.Pattern[str]) -> str:
+    """Returns the smallest eligible row that is within the margin of the best one on `choose`.
 
     Among those of this size, it is the present one, unless another is significantly better.
     """
     values_RQ = rows.values[:, ~rows.is_prove]
-    eligible = np.array([DEFAULTS.fullmatch(name) is not None for name in rows.names])
+    eligible = np.array([pattern.fullmatch(name) is not None for name in rows.names])
     means_R = np.where(eligible, values_RQ.mean(1), -1)
     low_R, _ = intervals(values_RQ - values_RQ[means_R.argmax()])
     is_close_R = eligible & (low_R > -MARGIN)
@@ -151,38 +181,94 @@ def prove(rows: Rows, name: str, queries_Q: np.ndarray, other: str | None = None
     return Test(rows.names[number], float(difference_Q.mean()), float(low), float(high))
 
 
-def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> Iterator[str]:
-    """Yields a Markdown table of the tests of a row, and writes all rows to a CSV file.
+def regret(spec: StudySpec) -> Iterator[str]:
+    """Yields a table of recommendations by one half of the queries, measured on the other.
+
+    A case is a language of a collection, and a required fraction of the uncompressed quality. The
+    smallest row of MaxSim is recommended whose lower bound is sufficient, or else the uncompressed
+    vectors. Where nothing is chosen on the queries, the halves consist of every other query.
+    """
+    cases = {}
+    for name, rows in read_all(spec).items():
+        languages = [q for group, q in rows.groups.items() if group.startswith("language: ")]
+        used_R = [n for n, row in enumerate(rows.names) if RECOMMENDED.fullmatch(row)]
+        used_R.sort(key=lambda n: -rows.bytes[n])
+        second_Q = np.arange(len(rows.is_prove)) % 2 == 1 if rows.is_prove.all() else rows.is_prove
+        for mask_Q in languages or [np.ones_like(second_Q)]:
+            halves = [rows.values[used_R][:, mask_Q & half] for half in (~second_Q, second_Q)]
+            if min(half_RQ.shape[1] for half_RQ in halves) >= MIN_CASE:
+                cases[f"{name} {len(cases)}"] = (*halves, rows.bytes[used_R])
+    yield f"{len(cases) * len(REQUIRED)} cases"
+    yield ""
+    yield "| confidence | measured on | regret at most 1 | largest regret | size / best |"
+    yield "|---|---|---|---|---|"
+    for share in SHARES:
+        for title, order in (("prove", (0, 1)), ("choose", (1, 0))):
+            found = np.array(
+                [
+                    pair
+                    for *halves, bytes_R in cases.values()
+                    for pair in _regrets(halves[order[0]], halves[order[1]], bytes_R, share)
+                ]
+            )
+            ratio = np.exp(np.log(found[:, 1]).mean())
+            yield (
+                f"| {100 * share:.0f} % | {title} | {100 * (found[:, 0] <= 1).mean():.0f} % | "
+                f"{found[:, 0].max():.1f} | {ratio:.1f} |"
+            )
+
+
+def _regrets(
+    chosen_RQ: np.ndarray, proved_RQ: np.ndarray, bytes_R: np.ndarray, share: float
+) -> Iterator[tuple[float, float]]:
+    """Yields the missing points of retained quality, and the size relative to the best one.
+
+    The first row is the uncompressed one. Without a confidence `share`, its lower bound is the
+    mean.
+    """
+    means_R = chosen_RQ.mean(axis=1) / chosen_RQ[0].mean()
+    low_R = ratio_intervals(chosen_RQ, chosen_RQ[0], share)[:, 0] if share else means_R
+    truth_R = proved_RQ.mean(axis=1) / proved_RQ[0].mean()
+    for required in REQUIRED:
+        found, best = (
+            min([0, *np.flatnonzero(x_R >= required)], key=lambda row: bytes_R[row])
+            for x_R in (low_R, truth_R)
+        )
+        yield 100 * max(0.0, required - truth_R[found]), bytes_R[found] / bytes_R[best]
+
+
+def report(spec: StudySpec, table: Path | None) -> Iterator[str]:
+    """Yields Markdown tables of the chosen rows, and writes all rows to a CSV file.
 
     Args:
         table: CSV file, or None.
-        chosen: Row such as `hpool_32_int8.maxsim`, or None for the choice of the rule.
     """
-    collections = {}
-    for name, collection in spec.collections.items():
-        if (folder := Path(spec.output) / name).exists():
-            path = Path(getattr(collection.benchmark, "path", ""))
-            collections[name] = read(folder, path / "queries.jsonl")
+    collections = read_all(spec)
     rows = next(found for name, found in collections.items() if spec.collections[name].halves)
-    chosen = chosen or choose(rows)
-    yield f"Chosen: {chosen}"
-    yield ""
-    yield "| queries | number | nDCG@10 | best of at most equal bytes | difference | verdict |"
-    yield "|---|---|---|---|---|---|"
+    for conditions, pattern in ELIGIBLE.items():
+        chosen = choose(rows, pattern)
+        yield f"With {conditions}: `{chosen}`"
+        yield ""
+        yield "| queries | number | nDCG@10 | best of at most equal bytes | difference | verdict |"
+        yield "|---|---|---|---|---|---|"
+        for name, found in collections.items():
+            if chosen in found.names:
+                yield _line(name, found, chosen, found.is_prove)
+        for group, mask_Q in rows.groups.items():
+            if (mask_Q & rows.is_prove).sum() >= MIN_QUERIES:
+                yield _line(group, rows, chosen, mask_Q & rows.is_prove)
+        yield ""
+    yield f"| queries | number | {' | '.join(f'`{row}`' for row in ALTERNATIVES)} |"
+    yield f"|---|---|{'---|' * len(ALTERNATIVES)}"
     for name, found in collections.items():
-        if chosen in found.names:
-            yield _line(name, found, chosen, found.is_prove)
-    for group, mask_Q in rows.groups.items():
-        yield _line(group, rows, chosen, mask_Q & rows.is_prove)
+        if PRESENT in found.names:
+            yield from _alternatives(name, found)
     yield ""
-    yield "| score | representation | choose | prove |"
-    yield "|---|---|---|---|"
-    for name in rows.names:
-        representation, _, score = name.partition(".")
-        if score not in ("", "maxsim") and representation in SHOWN:
-            parts = (~rows.is_prove, rows.is_prove)
-            halves = [prove(rows, name, part, f"{representation}.maxsim") for part in parts]
-            yield f"| {score} | `{representation}` | {halves[0].interval} | {halves[1].interval} |"
+    yield f"| queries | number | {' | '.join(f'`{row}`' for row in COMPARED)} |"
+    yield f"|---|---|{'---|' * len(COMPARED)}"
+    for name, collection in spec.collections.items():
+        if collection.against and {name, collection.against} <= collections.keys():
+            yield from _comparison(name, collections[collection.against], collections[name])
     for name, found in collections.items():
         yield ""
         yield f"| {name} | bytes per item | choose | prove | difference to uncompressed |"
@@ -191,6 +277,38 @@ def report(spec: StudySpec, table: Path | None, chosen: str | None = None) -> It
     if table is not None:
         write(table, collections)
         plot(table.with_suffix(".png"), collections)
+
+
+def _alternatives(name: str, rows: Rows) -> Iterator[str]:
+    """Yields a line per half and kind of query with the differences to the present default."""
+    kinds = {group: mask_Q for group, mask_Q in rows.groups.items() if group.startswith("kind: ")}
+    halves = dict(zip(HALVES, (~rows.is_prove, rows.is_prove), strict=True))
+    for group, mask_Q in {name: np.ones_like(rows.is_prove), **kinds}.items():
+        for half, half_Q in halves.items():
+            if (used_Q := mask_Q & half_Q).sum() < MIN_QUERIES:
+                continue
+            cells = [
+                prove(rows, row, used_Q, PRESENT).interval if row in rows.names else ""
+                for row in ALTERNATIVES
+            ]
+            label = group if rows.is_prove.all() else f"{group}, `{half}`"
+            yield f"| {label} | {used_Q.sum():,} | {' | '.join(cells)} |"
+
+
+def _comparison(name: str, first: Rows, second: Rows) -> Iterator[str]:
+    """Yields a line per language with the values of two encoders and the difference."""
+    languages = {g: q for g, q in first.groups.items() if g.startswith("language: ")}
+    for group, mask_Q in {name: np.ones_like(first.is_prove), **languages}.items():
+        used_Q = mask_Q & first.is_prove
+        if used_Q.sum() < MIN_CASE:
+            continue
+        cells = []
+        for row in COMPARED:
+            pair = [rows.values[rows.names.index(row), used_Q] for rows in (first, second)]
+            (low,), (high,) = intervals((pair[1] - pair[0])[np.newaxis])
+            means = ", ".join(f"{values_Q.mean():.3f}" for values_Q in pair)
+            cells.append(f"{means} ({100 * low:+.1f} to {100 * high:+.1f})")
+        yield f"| {group} | {used_Q.sum():,} | {' | '.join(cells)} |"
 
 
 def _front(rows: Rows) -> Iterator[str]:

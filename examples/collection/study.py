@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
@@ -22,7 +22,8 @@ from examples.collection.parts import HALVES
 from pipeline.config import Spec, dump
 from pipeline.eval.recommend.measure import compress
 from pipeline.eval.recommend.sample import Sample, draw_sample
-from pipeline.index.columns import Representation, required_taps
+from pipeline.index.columns import Representation, default_id, required_taps
+from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import IndexReader
 from pipeline.registry import (
     BENCHMARKS,
@@ -44,31 +45,42 @@ DEPTH = 10
 MISSING = -1
 #: Ascending indices of the items to score for each query, or None for all.
 Rows = list[torch.Tensor] | None
+#: Name of a compressor, or its fields.
+Method = str | dict[str, Any]
 #: Number of queries that are scored at a time, which bounds the matrix of scores.
 QUERIES_PER_BATCH = 512
 NONE = COMPRESSORS.resolve("none")
 
 
-class Collection(Spec):
-    """Index with uncompressed vectors, and judged queries."""
-
-    index: str
-    """URI of the index."""
-    benchmark: BenchmarkSpec
-    """Benchmark with the queries, whose ids are those of items."""
-    halves: bool = False
-    """Whether the benchmark has the splits `choose` and `prove`. Otherwise, nothing is chosen on
-    its queries, so that all of them are in the half `prove`."""
-
-
 class Grid(Spec):
     """Methods, budgets and codecs that are combined. `none` has no budget."""
 
-    methods: list[str]
+    methods: list[str | dict[str, Any]]
+    """Names or fields of compressors, without the budget."""
     budgets: list[PositiveInt]
     codecs: list[CodecSpec]
     is_fused: bool = True
     """Whether to compute the fused scores, which take most of the time."""
+
+
+class Collection(Spec):
+    """Index and judged queries."""
+
+    index: str
+    """URI of the index."""
+    representation: str = "full"
+    """Representation whose vectors are compressed."""
+    max_queries: PositiveInt | None = None
+    """Number of queries of each half, evenly spaced. If null, all are used."""
+    benchmark: BenchmarkSpec
+    """Benchmark with the queries, whose ids are those of items."""
+    grids: list[Grid] | None = None
+    """Grids of this collection, if they are not those of the study."""
+    against: str | None = None
+    """Name of the collection of the same items and queries by another encoder."""
+    halves: bool = False
+    """Whether the benchmark has the splits `choose` and `prove`. Otherwise, nothing is chosen on
+    its queries, so that all of them are in the half `prove`."""
 
 
 class StudySpec(Spec):
@@ -117,7 +129,7 @@ def study(spec: StudySpec, say: Callable[[str], None]) -> None:
         folder = Path(spec.output) / name
         tasks = [
             (method, grid, codecs)
-            for grid in spec.grids
+            for grid in (spec.grids if collection.grids is None else collection.grids)
             for method in grid.methods
             if (codecs := [c for c in grid.codecs if not _file(folder, method, grid, c).exists()])
         ]
@@ -126,31 +138,32 @@ def study(spec: StudySpec, say: Callable[[str], None]) -> None:
             _measure(spec, collection, tasks, folder, say)
 
 
-def _file(folder: Path, method: str, grid: Grid, codec: CodecSpec) -> Path:
-    parts = [method, *dump(codec).values(), *grid.budgets]
+def _file(folder: Path, method: Method, grid: Grid, codec: CodecSpec) -> Path:
+    name = default_id(_compressors(method, grid.budgets)[0], with_budget=False)
+    parts = [name, *dump(codec).values(), *grid.budgets]
     return folder / f"{'-'.join(map(str, parts))}.npz"
 
 
 def _measure(
     spec: StudySpec,
     collection: Collection,
-    tasks: Sequence[tuple[str, Grid, Sequence[CodecSpec]]],
+    tasks: Sequence[tuple[Method, Grid, Sequence[CodecSpec]]],
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
     searcher = open_index(collection.index)
-    info = searcher.index.representation("full")
-    compressors = {method: _compressors(method, grid.budgets) for method, grid, _ in tasks}
-    taps = required_taps(
-        [Representation(compressor=found[0]) for found in compressors.values()],
-        info.encoder.num_layers,
-    )
+    info = searcher.index.representation(collection.representation)
+    firsts = [
+        Representation(compressor=_compressors(method, grid.budgets)[0])
+        for method, grid, _ in tasks
+    ]
+    taps = required_taps(firsts, info.encoder.num_layers)
     stored = [tap for tap in taps if info.encoder.tap_column(tap) in searcher.index.schema.names]
     size = searcher.index.dataset.count_rows()
     sample = draw_sample(searcher.index, info, size=size, seed=spec.seed, taps=stored)
     queries = _queries(searcher, collection, sample)
     _write_queries(folder / "queries.csv", queries, sample)
-    uncompressed = [compress(COMPRESSORS.build(NONE), b, info.encoder) for b in sample.batches]
+    uncompressed = _blocks(NONE, sample, info.encoder)
     candidates = _candidates(
         _pack(CODECS.resolve("int8"), uncompressed, spec.seed), queries, spec.candidates
     )
@@ -161,19 +174,18 @@ def _measure(
     for score, fusion in spec.fusions.items():
         is_used = bool(fusion.component_weights.single_vector)
         others[score] = queries.postings_bytes + is_used * single_bytes
-    for method, grid, codecs in tasks:
-        first = Representation(compressor=compressors[method][0])
+    for first, (method, grid, codecs) in zip(firsts, tasks, strict=True):
         if not set(required_taps([first], info.encoder.num_layers)) <= set(stored):
-            say(f"{folder.name} {method}: left out, needs attention statistics")
+            say(f"{folder.name} {first.id}: left out, needs attention statistics")
             continue
         tables = [_Table() for _ in codecs]
         for compressor_spec in _compressors(method, grid.budgets):
-            compressor = COMPRESSORS.build(compressor_spec)
-            with torch.no_grad():
-                blocks = [compress(compressor, batch, info.encoder) for batch in sample.batches]
+            blocks = _blocks(compressor_spec, sample, info.encoder)
             for codec, table in zip(codecs, tables, strict=True):
                 packed = _pack(codec, blocks, spec.seed)
                 name = Representation(compressor=compressor_spec, codec=codec).id
+                if compressor_spec == NONE:
+                    name = name.replace("full", collection.representation, 1)
                 found = _metrics(packed, queries, candidates, spec.fusions if grid.is_fused else {})
                 num_bytes = packed.num_vectors * packed.codec.token_bytes(packed.dim) / len(packed)
                 for score, values_Q in found.items():
@@ -195,10 +207,23 @@ def _measure(
         table.write(path)
 
 
-def _compressors(method: str, budgets: Sequence[int]) -> list[CompressorSpec]:
+def _compressors(method: Method, budgets: Sequence[int]) -> list[CompressorSpec]:
     if method == NONE.name:
         return [NONE]
-    return [COMPRESSORS.resolve({"name": method, "num_vectors": budget}) for budget in budgets]
+    fields = {"name": method} if isinstance(method, str) else method
+    return [COMPRESSORS.resolve({**fields, "num_vectors": budget}) for budget in budgets]
+
+
+@torch.no_grad()
+def _blocks(
+    spec: CompressorSpec, sample: Sample, encoder: EncoderInfo
+) -> list[tuple[torch.Tensor, np.ndarray]]:
+    """Returns the vectors (T, D) and numbers of vectors (B,) of the batches of a sample."""
+    compressor = COMPRESSORS.build(spec)
+    # Stored vectors remain in half precision: those of 100,000 items fill the memory otherwise.
+    dtype = sample.batches[0].vectors.dtype if spec == NONE else torch.float32
+    found = (compress(compressor, batch, encoder) for batch in sample.batches)
+    return [(vectors.to(dtype), lengths) for vectors, lengths in found]
 
 
 class _Table:
@@ -229,9 +254,12 @@ def _queries(searcher, collection: Collection, sample: Sample) -> Queries:
     for part in HALVES if collection.halves else HALVES[1:]:
         changes = {"split": part} if collection.halves else {}
         judged = BENCHMARKS.build(collection.benchmark.model_copy(update=changes)).load()
-        texts |= judged.queries
+        names = list(judged.queries)
+        number = min(len(names), collection.max_queries or len(names))
+        used = [names[place * len(names) // number] for place in range(number)]
+        texts |= {name: judged.queries[name] for name in used}
         qrels |= judged.qrels
-        halves |= dict.fromkeys(judged.queries, part)
+        halves |= dict.fromkeys(used, part)
     numbers = {item: number for number, item in enumerate(sample.ids)}
     grades = [
         {
@@ -241,10 +269,9 @@ def _queries(searcher, collection: Collection, sample: Sample) -> Queries:
         }
         for name in texts
     ]
-    encoded = searcher.queries(
-        searcher.encoder("full").encode_queries(list(texts.values())), "full"
-    )
-    items_BD, item_texts = _pooled(searcher.index, sample.ids)
+    name = collection.representation
+    encoded = searcher.queries(searcher.encoder(name).encode_queries(list(texts.values())), name)
+    items_BD, item_texts = _pooled(searcher.index, name, sample.ids)
     generator = bm25.Bm25(bm25.Bm25.Spec(), bm25.Bm25.fit(bm25.Bm25.Spec(), [item_texts]))
     postings = bm25.Postings(generator, [bm25.encode(item_texts)])
     return Queries(
@@ -258,9 +285,11 @@ def _queries(searcher, collection: Collection, sample: Sample) -> Queries:
     )
 
 
-def _pooled(index: IndexReader, ids: Sequence[str]) -> tuple[torch.Tensor, list[str]]:
+def _pooled(
+    index: IndexReader, representation: str, ids: Sequence[str]
+) -> tuple[torch.Tensor, list[str]]:
     """Returns the single vectors (B, D) float32 and the texts of items in the given order."""
-    column = index.representation("full").pooled_column
+    column = index.representation(representation).pooled_column
     assert column is not None
     table = index.dataset.to_table(columns=["item_id", column, "text"])
     order = {item: number for number, item in enumerate(table["item_id"].to_pylist())}
@@ -277,11 +306,11 @@ def _pack(
     if codec.needs_fit:
         vectors_TD = torch.cat([vectors for vectors, _ in blocks])
         rows = np.random.default_rng(seed).permutation(len(vectors_TD))[: codec.num_fit_tokens]
-        artefact = codec.fit(codec.spec, vectors_TD[rows].numpy(), seed)
+        artefact = codec.fit(codec.spec, vectors_TD[rows].float().numpy(), seed)
         del vectors_TD
         codec = CODECS.build(codec_spec, artefact)
     parts = [
-        ({name: part.numpy() for name, part in codec.quantise(vectors).items()}, lengths)
+        ({name: part.numpy() for name, part in codec.quantise(vectors.float()).items()}, lengths)
         for vectors, lengths in blocks
     ]
     return join_blocks(codec, blocks[0][0].shape[1], parts)

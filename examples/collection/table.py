@@ -53,7 +53,7 @@ def per_query(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[s
     """
     if not (folder / "per_query.csv").exists():
         rule = "the output folder of `maxray evaluate examples/collection/evaluate.yaml`"
-        raise SpecError("DATA", str(folder), rule, "has no per_query.csv")
+        raise SpecError("OUTPUT", str(folder), rule, "has no per_query.csv")
     path = Path(yaml.safe_load((folder / "spec.yaml").read_text())["benchmark"]["path"])
     with (path / "queries.jsonl").open(encoding="utf-8") as file:
         queries = {row["_id"]: row for row in map(json.loads, file)}

@@ -284,12 +284,10 @@ CODECS: Registry[Codec[Any]] = Registry(
 CANDIDATES: Registry[Generator[Any] | Bm25] = Registry(
     "candidates",
     {
-        "bits": "pipeline.search.generators.bits:BitVectors",
         "bm25": "pipeline.search.generators.bm25:Bm25",
-        "centroids": "pipeline.search.generators.centroids:Centroids",
         "lemur": "pipeline.search.generators.lemur:Lemur",
     },
-    {"pq": "was replaced by bits: add candidates with that generator"},
+    dict.fromkeys(["bits", "centroids", "pq"], "was removed, because lemur is faster: use that"),
 )
 RERANKERS: Registry[Reranker[Any]] = Registry(
     "rerankers",

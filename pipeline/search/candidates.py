@@ -25,10 +25,8 @@ VECTORS_PER_ITEM = 200
 SINGLE = "single"
 #: Generator of the BM25 scores of fused search.
 BM25 = "bm25"
-#: Separators of the generators of a union, and of the steps of one of its members.
-UNION, STEP = "+", ":"
-#: Number of items that a step finds per candidate if another step follows, unless it was measured.
-ITEMS_PER_CANDIDATE = 32
+#: Separator of the generators of a union.
+UNION = "+"
 #: Numbers of hits for which numbers of items are measured.
 DEPTHS = (10, 100)
 #: Default minimum number of candidates, and their number per hit. On 117,659 definitions, `lemur`
@@ -63,26 +61,19 @@ class Numbers(NamedTuple):
         return max(k, round(factor * self.counts[depth]))
 
 
-def default_number(k: int, num_items: int, *, has_steps: bool) -> int:
+def default_number(k: int, num_items: int) -> int:
     """Returns the default number of candidates for k hits if it was not measured."""
-    share = 0 if has_steps else num_items // ITEMS_PER_DEFAULT_CANDIDATE
-    return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * k, share)
+    return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * k, num_items // ITEMS_PER_DEFAULT_CANDIDATE)
 
 
-def step_numbers(
-    index: IndexReader, columns: dict[str, str], steps: list[str], k: int, num: int | None
-) -> list[int]:
-    """Returns the number of items that each step finds.
-
-    They are the measured ones, unless `num`, that of the last step, is given or they are unknown.
-    """
-    stored = [index.candidates_columns.get(columns[step]) for step in steps]
-    measured = [info.numbers for info in stored if info is not None and info.numbers]
-    if num is None and len(measured) == len(steps):
-        return [Numbers(**numbers).for_hits(k, len(index)) for numbers in measured]
-    if num is None:
-        num = default_number(k, len(index), has_steps=len(steps) > 1)
-    return [num * ITEMS_PER_CANDIDATE] * (len(steps) - 1) + [num]
+def number_of_candidates(index: IndexReader, column: str, k: int, num: int | None) -> int:
+    """Returns the number of candidates of a generator for k hits: `num`, or the measured one."""
+    if num is not None:
+        return num
+    info = index.candidates_columns.get(column)
+    if info is not None and info.numbers:
+        return Numbers(**info.numbers).for_hits(k, len(index))
+    return default_number(k, len(index))
 
 
 def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:
@@ -125,27 +116,17 @@ def _is_slow(index: IndexReader, info: RepresentationInfo, device: str) -> bool:
     return device == "cpu" and num_vectors > EXACT_VECTORS
 
 
-def generator_steps(candidates: str) -> list[list[str]]:
-    """Returns the generators of the steps of each member of a union.
-
-    >>> generator_steps("lemur:bits+bm25")
-    [['lemur', 'bits'], ['bm25']]
-    """
-    return [member.split(STEP) for member in candidates.split(UNION)]
-
-
 def generator_columns(
     index: IndexReader, info: RepresentationInfo, candidates: str
 ) -> dict[str, str]:
-    """Returns the columns of the generators of a value such as `lemur:bits+bm25`, by generator.
+    """Returns the columns of the generators of a value such as `lemur+bm25`, by generator.
 
     Raises:
-        SpecError: A generator was not built for the representation or for other vectors, occurs
-            twice, or cannot follow another.
+        SpecError: A generator was not built for the representation or for other vectors, or occurs
+            twice.
     """
     columns = generators(index, info)
-    members = generator_steps(candidates)
-    names = [name for steps in members for name in steps]
+    names = candidates.split(UNION)
     for name in names:
         if name not in columns:
             problem = f"was not built for {info.column}"
@@ -156,13 +137,10 @@ def generator_columns(
                 note = "; fit it again with `maxray add candidates INDEX GENERATOR --refit`"
             if len(names) > 1:
                 problem = f"contains {name!r}, which {problem}"
-                rule = f"generators of {', '.join(columns)}, joined by {UNION} or {STEP}"
+                rule = f"generators of {', '.join(columns)}, joined by {UNION}"
             else:
                 rule = f"one of {', '.join((EXACT, *columns))}"
             raise SpecError("candidates", candidates, rule, problem, note)
     if len(set(names)) < len(names):
         raise SpecError("candidates", candidates, "different generators", "repeats a generator")
-    if any(BM25 in steps[1:] for steps in members):
-        problem = f"has {BM25} after {STEP}"
-        raise SpecError("candidates", candidates, "a generator of vectors", problem)
     return {name: columns[name] for name in names}

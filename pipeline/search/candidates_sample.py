@@ -70,6 +70,7 @@ def draw_sample(
         queries_SD[order].float(),
         torch.from_numpy(vectors_TD).float(),
         torch.from_numpy(lengths_B[filled]),
+        len(index),
     )
 
 

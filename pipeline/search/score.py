@@ -39,8 +39,7 @@ from pipeline.search.candidates import (
     EXACT,
     SINGLE,
     generator_columns,
-    generator_steps,
-    step_numbers,
+    number_of_candidates,
 )
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
 from pipeline.search.generators.bm25 import Postings, encode
@@ -176,8 +175,7 @@ class Scorer:
             return packed.num_vectors
         info = self._index.representation(options.column)
         columns = generator_columns(self._index, info, options.candidates)
-        members = generator_steps(options.candidates)
-        codes = [self.codes(columns[steps[0]]) for steps in members]
+        codes = [self.codes(column) for column in columns.values()]
         num_candidates = min(sum(self._nums_candidates(options)), len(packed))
         share = num_candidates / max(len(packed), 1)
         return sum(opened.num_vectors for opened in codes) + int(share * packed.num_vectors)
@@ -371,11 +369,10 @@ class Scorer:
         info = self._index.representation(options.column)
         columns = generator_columns(self._index, info, options.candidates)
         found: list[np.ndarray] = []
-        for steps in generator_steps(options.candidates):
-            more: Any = rows
-            numbers = step_numbers(self._index, columns, steps, options.k, options.num_candidates)
-            for step, num in zip(steps, numbers, strict=True):
-                more = self._generate(step, columns[step], queries, options, more, num)
+        for (name, column), num in zip(
+            columns.items(), self._nums_candidates(options), strict=True
+        ):
+            more = self._generate(name, column, queries, options, rows, num)
             found = [np.union1d(*pair) for pair in zip(found, more, strict=True)] if found else more
         if any(len(candidates) < options.k for candidates in found):
             all_rows = np.arange(len(self._items)) if rows is None else rows
@@ -388,18 +385,13 @@ class Scorer:
         column: str,
         queries: Queries,
         options: SearchOptions,
-        rows: Rows | list[np.ndarray],
+        rows: Rows,
         num: int,
     ) -> list[np.ndarray]:
-        """Finds the items whose codes match each query best, and those without a code.
-
-        `rows` can be a list with the items of each query, which another generator found.
-        """
+        """Finds the items whose codes match each query best, and those without a code."""
         uncoded, unscored = self._uncoded(column, options)
         coded = rows
-        if len(unscored) and isinstance(rows, list):
-            coded = [np.setdiff1d(part, unscored, assume_unique=True) for part in rows]
-        elif len(unscored):
+        if len(unscored):
             all_rows = np.arange(len(self._items)) if rows is None else rows
             coded = np.setdiff1d(all_rows, unscored, assume_unique=True)
         groups = self._items.parent_codes if options.group_by else None
@@ -408,10 +400,8 @@ class Scorer:
             for items, scores in self._approximate(generator, column, queries, coded, num, groups)
         ]
         if len(uncoded):
-            parts = rows if isinstance(rows, list) else [rows]
-            more = [uncoded if part is None else np.intersect1d(uncoded, part) for part in parts]
-            more = more if isinstance(rows, list) else more * len(queries)
-            found = [np.union1d(*pair) for pair in zip(found, more, strict=True)]
+            more = uncoded if rows is None else np.intersect1d(uncoded, rows)
+            found = [np.union1d(candidates, more) for candidates in found]
         return found
 
     def _approximate(
@@ -419,13 +409,12 @@ class Scorer:
         generator: str,
         column: str,
         queries: Queries,
-        rows: Rows | list[np.ndarray],
+        rows: Rows,
         num: int,
         groups: np.ndarray | None,
     ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
         """Yields the items whose codes can be among the best for each query, and their scores."""
         if generator == BM25:
-            assert not isinstance(rows, list)
             for scores_R in self._bm25_scores(column, queries, rows):
                 index = np.flatnonzero(scores_R > 0)
                 yield index if rows is None else rows[index], scores_R[index]
@@ -456,12 +445,11 @@ class Scorer:
         return ranks
 
     def _nums_candidates(self, options: SearchOptions) -> list[int]:
-        """Returns the number of candidates of each member of a union."""
+        """Returns the number of candidates of each generator of a union."""
         info = self._index.representation(options.column)
         columns = generator_columns(self._index, info, options.candidates)
         given = options.k, options.num_candidates
-        members = generator_steps(options.candidates)
-        return [step_numbers(self._index, columns, steps, *given)[-1] for steps in members]
+        return [number_of_candidates(self._index, name, *given) for name in columns.values()]
 
     def _bm25_scores(
         self, column: str, queries: Queries, rows: np.ndarray | None

@@ -24,10 +24,8 @@ from pipeline.index.add import Progress
 from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.search import candidates as numbers
-from pipeline.search import candidates_job, score
+from pipeline.search import candidates_job
 from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResources
-from pipeline.search.maxsim import maxsim
 from pipeline.search.options import SearchOptions
 from pipeline.search.searcher import open_index
 from pipeline.search.sharded import ShardedSearcher
@@ -38,9 +36,6 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 DIM, NUM_ITEMS = 16, 240
 LEMUR = {"name": "lemur", "num_features": 64}
-CENTROIDS = {"name": "centroids", "num_centroids": 32}
-BITS = {"name": "bits"}
-GENERATORS = pytest.mark.parametrize("generator", [LEMUR, CENTROIDS, BITS], ids=lambda g: g["name"])
 
 
 def clustered(num: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -121,19 +116,17 @@ def queries(num: int = 12) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def built(original, tmp_path_factory) -> Path:
-    """Copy of the index with all generators, which tests do not change."""
+    """Copy of the index with a generator, which tests do not change."""
     uri = tmp_path_factory.mktemp("built") / "index"
     shutil.copytree(original, uri)
-    for generator in (LEMUR, CENTROIDS, BITS):
-        build(uri, generator)
+    build(uri, LEMUR)
     return uri
 
 
-@GENERATORS
-def test_scores_are_exact_and_recall_is_high(built, generator):
+def test_scores_are_exact_and_recall_is_high(built):
     searcher = open_index(str(built))
     exact = searcher.rank(queries(), k=10)
-    options = {"k": 10, "candidates": generator["name"]}
+    options = {"k": 10, "candidates": "lemur"}
     found = searcher.rank(queries(), num_candidates=60, **options)
     shares = []
     for ranking, reference in zip(found, exact, strict=True):
@@ -147,50 +140,9 @@ def test_scores_are_exact_and_recall_is_high(built, generator):
     assert [r.item_ids for r in all_items] == [r.item_ids for r in exact]
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_steps_select_among_the_items_of_the_step_before(built, step, monkeypatch):
-    monkeypatch.setattr(numbers, "ITEMS_PER_CANDIDATE", 3)
-    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
-    searcher = open_index(str(built))
-    order = [generator["name"] for generator in (LEMUR, BITS)]
-
-    def approximate(name: str, query: np.ndarray) -> np.ndarray:
-        column = f"full_{name}_1_candidates"
-        (tokens,) = searcher.index.generator(column).queries(searcher.queries([query]).tokens)
-        packed = searcher.scorer.packed(column)
-        return maxsim([packed.codec.transform_queries(tokens)], packed)[0].numpy()
-
-    rows = np.arange(0, NUM_ITEMS, step)
-    ids = [f"i{row:03}" for row in rows]
-    options = {"k": 5, "candidates": ":".join(order), "num_candidates": 8, "ids": ids}
-    for query in queries():
-        first, second = (approximate(name, query)[rows] for name in order)
-        found = np.argsort(-first, kind="stable")[:24]
-        found = rows[found[np.argsort(-second[found], kind="stable")[:8]]]
-        (exact,) = searcher.rank([query], ids=[f"i{row:03}" for row in found], k=5)
-        (ranking,) = searcher.rank([query], **options)
-        assert ranking.scores_by_item() == exact.scores_by_item()
-
-
-def test_invalid_steps(uri):
-    build(uri, BITS)
-    searcher = open_index(str(uri))
-    for candidates, message in (
-        ("bits:bits", "different generators, got 'bits:bits', which repeats a generator"),
-        (
-            "bits:lemur",
-            r"joined by \+ or :, got 'bits:lemur', which contains 'lemur'",
-        ),
-        ("bits:", "joined by"),
-    ):
-        with pytest.raises(SpecError, match=message):
-            searcher.rank(queries(1), candidates=candidates)
-
-
-@GENERATORS
-def test_added_rows_are_scored_before_and_after_they_have_codes(uri, generator, tmp_path):
-    build(uri, generator)
-    name = f"full_{generator['name']}_1_candidates"
+def test_added_rows_are_scored_before_and_after_they_have_codes(uri, tmp_path):
+    build(uri, LEMUR)
+    name = "full_lemur_1_candidates"
     before = codes(uri, name)
     add_items(uri, tmp_path / "new", 50, 1, "n")
     (info,) = IndexReader(str(uri)).candidates_columns.values()
@@ -199,11 +151,11 @@ def test_added_rows_are_scored_before_and_after_they_have_codes(uri, generator, 
     vectors, lengths = clustered(50, 1)
     ends = lengths.cumsum()
     targets = [vectors[end - n : end] for end, n in zip(ends, lengths, strict=True)]
-    options = {"k": 1, "candidates": generator["name"], "num_candidates": 1}
+    options = {"k": 1, "candidates": "lemur", "num_candidates": 1}
     hits = open_index(str(uri)).rank(targets, **options)
     assert [ranking.item_ids for ranking in hits] == [[f"n{i:03}"] for i in range(50)]
 
-    progress = build(uri, generator)
+    progress = build(uri, LEMUR)
     assert (progress.done, progress.rows) == (progress.fragments - 6, 50)
     after = codes(uri, name)
     assert None not in after.values()
@@ -211,22 +163,7 @@ def test_added_rows_are_scored_before_and_after_they_have_codes(uri, generator, 
     assert IndexReader(str(uri)).candidates_columns[name] == info
     hits = open_index(str(uri)).rank(targets, **{**options, "num_candidates": 20})
     assert sum(r.item_ids == [f"n{i:03}"] for i, r in enumerate(hits)) >= 48
-    assert build(uri, generator).done == 0
-
-
-@pytest.mark.parametrize(("num_centroids", "is_warned"), [(400, False), (2, True)])
-def test_reports_distinct_centroids(uri, num_centroids, is_warned):
-    lines = []
-    job_spec = spec(uri, {"name": "centroids", "num_centroids": num_centroids})
-    add_job.run(
-        candidates_job.Candidates(job_spec, CandidatesResources()), job="2", report=lines.append
-    )
-    stored = codes(uri, "full_centroids_1_candidates").values()
-    counts = [(len({tuple(code) for code in item}), len(item)) for item in stored]
-    num_distinct, num_vectors = np.mean(counts, axis=0)
-    sentence = f"{num_distinct:.1f} distinct centroids per item with {num_vectors:.1f} vectors"
-    (remark,) = [line for line in lines if line.startswith(sentence)]
-    assert ("may miss many results" in remark) == is_warned
+    assert build(uri, LEMUR).done == 0
 
 
 def test_removed_rows_disappear(uri):
@@ -241,18 +178,18 @@ def test_removed_rows_disappear(uri):
 def test_build_resumes_before_it_has_measured(uri, tmp_path, monkeypatch):
     """Searches then keep the default numbers, and the next run measures the same as a whole one."""
     shutil.copytree(uri, tmp_path / "whole")
-    build(tmp_path / "whole", BITS)
+    build(tmp_path / "whole", LEMUR)
 
     def stop(*arguments: object) -> None:
         raise Stopped("stopped by the test")
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(candidates_job.Candidates, "_measure", stop)
-        build(uri, BITS)
+        build(uri, LEMUR)
     (stopped,) = IndexReader(str(uri)).candidates_columns.values()
     assert stopped.numbers is None
-    assert len(open_index(str(uri)).rank(queries(1), k=5, candidates="bits")[0].item_ids) == 5
-    assert build(uri, BITS).done == 0
+    assert len(open_index(str(uri)).rank(queries(1), k=5, candidates="lemur")[0].item_ids) == 5
+    assert build(uri, LEMUR).done == 0
     (resumed,), (whole,) = (
         IndexReader(str(path)).candidates_columns.values() for path in (uri, tmp_path / "whole")
     )
@@ -401,7 +338,7 @@ def test_other_jobs_keep_the_codes(uri, tmp_path):
     assert [r.scores_by_item() for r in after] == before
     with pytest.raises(SpecError, match=r"which was not built for hpool_2"):
         open_index(str(uri)).rank(queries(1), "hpool_2", candidates="lemur")
-    build(uri, CENTROIDS, representation="hpool_2")
+    build(uri, LEMUR, representation="hpool_2")
     assert codes(uri, name) == stored
 
 
@@ -482,14 +419,13 @@ def test_drop(uri):
 
 @pytest.mark.parametrize("is_small", [True, False])
 @pytest.mark.parametrize("group_by", [None, "parent"])
-@GENERATORS
-def test_filtered_search_returns_k_items(built, generator, group_by, is_small, monkeypatch):
+def test_filtered_search_returns_k_items(built, group_by, is_small, monkeypatch):
     """Small selections are searched exactly. In others, the generator selects among the items."""
     if not is_small:
         monkeypatch.setattr("pipeline.search.score.EXACT_ITEMS", 0)
     searcher = open_index(str(built))
     options = {"k": 5, "group_by": group_by}
-    generated = {"candidates": generator["name"], "num_candidates": 5, **options}
+    generated = {"candidates": "lemur", "num_candidates": 5, **options}
     ids = [f"i{i:03}" for i in range(0, NUM_ITEMS, 5)]
     for selection in (
         {"ids": ids},
@@ -509,15 +445,10 @@ def test_filtered_search_returns_k_items(built, generator, group_by, is_small, m
                 assert ranking.item_ids == reference.item_ids
 
 
-@pytest.mark.parametrize(
-    "generator",
-    [LEMUR, *(pytest.param(g, marks=pytest.mark.heavy) for g in (CENTROIDS, BITS))],
-    ids=lambda g: g["name"],
-)
-def test_sharded_search_equals_the_merged_search_of_its_shards(built, generator):
+def test_sharded_search_equals_the_merged_search_of_its_shards(built):
     """Each shard has as many candidates as the whole index, so that no better item is missed."""
     uri = str(built)
-    options = {"k": 10, "candidates": generator["name"], "num_candidates": 20}
+    options = {"k": 10, "candidates": "lemur", "num_candidates": 20}
     shards = [open_index(uri, shard=(i, 2)).rank(queries(), **options) for i in range(2)]
     merged = [merge_rankings(parts, SearchOptions(k=10)) for parts in zip(*shards, strict=True)]
     exact = open_index(uri).rank(queries(), k=10)

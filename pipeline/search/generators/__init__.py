@@ -26,11 +26,13 @@ class Sample(NamedTuple):
         queries_SD: (S, D) float32, token vectors that resemble those of queries.
         vectors_TD: (T, D) float32, vectors of a sample of B items, one item after another.
         lengths_B: (B,) int64, number of vectors per item, at least 1.
+        num_items: Number of items of the index.
     """
 
     queries_SD: torch.Tensor
     vectors_TD: torch.Tensor
     lengths_B: torch.Tensor
+    num_items: int = 0
 
 
 class Generator(ABC, Generic[ComponentSpecT]):

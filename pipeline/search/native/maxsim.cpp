@@ -32,14 +32,14 @@
 #endif
 
 enum OneToken { ROWS_OF_QUERIES = 1, PANELS };
-enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BITS, RESIDUAL, CODES };
+enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BITS, RESIDUAL };
 
 // Arguments; they mirror `_GROUP` and the ctypes structures `_QueriesArgument`, `_Output` and
 // `_Selection`.
 struct Documents {
     int32_t kind, dim;
     int64_t row_bytes, total;   // bytes per vector; number of vectors in memory
-    const void* values;         // codes: uint16 number of a centroid per vector
+    const void* values;
     const float* scales;        // int8: scale per vector
     const int32_t* codes;       // residual: centroid per vector
     const float* centroids;     // residual: centroids
@@ -52,10 +52,9 @@ struct Documents {
 };
 struct Queries {
     const void* packed;     // panels of 32 tokens, in the layout for the level and the kind;
-                            // codes: int16 similarities (centroids, padded);
                             // one token per query: rows of int16 for int8 vectors, else of
                             // float32; or panels of int16
-    const float* scales;    // int8, bits and codes: scale per token
+    const float* scales;    // int8 and bits: scale per token
     const float* offsets;   // bits: factor of the projections per token
     const int64_t* bounds;  // first token of each query, then the number of tokens
     int64_t count, tokens, padded;  // number of queries, of tokens, and of tokens with padding

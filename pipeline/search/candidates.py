@@ -44,21 +44,24 @@ class Numbers(NamedTuple):
         recall: Wanted share of the exact results.
         items: Number of items of the index when they were measured.
         counts: Number of found items for each of `DEPTHS`.
+        scanned: Number of items in the scanned cells for each of `DEPTHS`, or None without cells.
     """
 
     recall: float
     items: int
     counts: list[int]
+    scanned: list[int] | None = None
 
-    def for_hits(self, k: int, num_items: int) -> int:
-        """Returns the number for k hits in an index that may have grown since.
+    def for_hits(self, k: int, num_items: int) -> tuple[int, int | None]:
+        """Returns both numbers for k hits in an index that may have grown since.
 
-        >>> Numbers(0.98, 1000, [50, 150]).for_hits(200, 2000)
-        600
+        >>> Numbers(0.98, 1000, [50, 150], [100, 200]).for_hits(200, 2000)
+        (600, 800)
         """
         depth = next((i for i, depth in enumerate(DEPTHS) if k <= depth), len(DEPTHS) - 1)
         factor = max(1, num_items / max(self.items, 1)) * max(1, k / DEPTHS[depth])
-        return max(k, round(factor * self.counts[depth]))
+        scanned = None if self.scanned is None else max(k, round(factor * self.scanned[depth]))
+        return max(k, round(factor * self.counts[depth])), scanned
 
 
 def default_number(k: int, num_items: int) -> int:
@@ -66,14 +69,19 @@ def default_number(k: int, num_items: int) -> int:
     return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * k, num_items // ITEMS_PER_DEFAULT_CANDIDATE)
 
 
-def number_of_candidates(index: IndexReader, column: str, k: int, num: int | None) -> int:
-    """Returns the number of candidates of a generator for k hits: `num`, or the measured one."""
-    if num is not None:
-        return num
+def numbers_for(index: IndexReader, column: str, k: int, num: int | None) -> tuple[int, int | None]:
+    """Returns the number of candidates of a generator for k hits, and of items in scanned cells.
+
+    They are the measured ones. If `num` candidates are requested instead, the number of scanned
+    items grows in proportion. It is None if all items are scanned.
+    """
     info = index.candidates_columns.get(column)
-    if info is not None and info.numbers:
-        return Numbers(**info.numbers).for_hits(k, len(index))
-    return default_number(k, len(index))
+    if info is None or not info.numbers:
+        return num or default_number(k, len(index)), None
+    measured, scanned = Numbers(**info.numbers).for_hits(k, len(index))
+    if num is not None and scanned is not None:
+        scanned = round(max(1, num / measured) * scanned)
+    return num or measured, scanned
 
 
 def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Numbers of candidates, by the measured recall of the exact results on an index.
 
 The number of a generator is the smallest such that the items with its best scores contain a wanted
-share of the exact best items of a sample of queries.
+share of the exact best items of a sample of queries. If it has cells, a quarter of the others may
+be outside of the scanned ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pipeline.search.searcher import Searcher
 
 #: Maximum number of queries. Given ones are left out of the sample for the fit if there are enough.
 NUM_QUERIES, MIN_GIVEN = 64, 256
+#: Share of the missed items that may be outside of the scanned cells.
+CELL_LOSS = 0.25
 #: Number of queries that are scored together, which bounds the size of the score matrix.
 BATCH = 4
 #: Maximum number of items that are searched: one shard of a larger index.
@@ -53,9 +56,16 @@ def measure(
         batch = encoded.part(first, first + BATCH)
         rows = [ranking.rows for ranking in best[first : first + BATCH]]
         ranks += searcher.scorer.ranks(batch, column, rows)
-    loss = 1 - recall
-    counts = [shards * _number(np.concatenate([r[:n] for r in ranks]), loss) for n in DEPTHS]
-    return Numbers(recall, len(index), counts)
+    cell_ranks = searcher.scorer.cell_ranks(encoded, column, [ranking.rows for ranking in best])
+    loss, counts, scanned = 1 - recall, list[int](), list[int]()
+    for depth in DEPTHS:
+        found = np.concatenate([r[:depth] for r in ranks])
+        if cell_ranks is not None:
+            before = np.concatenate([r[:depth] for r in cell_ranks])
+            scanned.append(shards * _number(before, CELL_LOSS * loss))
+            found = np.where(shards * before > scanned[-1], len(index), found)
+        counts.append(shards * _number(found, loss))
+    return Numbers(recall, len(index), counts, scanned or None)
 
 
 def _number(ranks: np.ndarray, loss: float) -> int:

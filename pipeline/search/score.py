@@ -39,8 +39,9 @@ from pipeline.search.candidates import (
     EXACT,
     SINGLE,
     generator_columns,
-    number_of_candidates,
+    numbers_for,
 )
+from pipeline.search.cells import MAX_SHARE, PART, Cells
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
 from pipeline.search.generators.bm25 import Postings, encode
 from pipeline.search.maxsim import best_scores, maxsim
@@ -151,6 +152,7 @@ class Scorer:
         self._cache, self._device = cache, device
         self._packed: dict[str, PackedVectors] = {}
         self._postings: dict[str, Postings] = {}
+        self._cells: dict[str, Cells] = {}
         self._uncoded_rows: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
         self._prefix = functools.lru_cache(MAX_PREFIXES)(PackedVectors.prefix)
 
@@ -158,6 +160,7 @@ class Scorer:
         """Opens the vectors that a score and a candidate generator need."""
         for column in self._columns(representation, score, candidates):
             self.codes(column)
+            self.cells(column)
 
     def is_loaded(
         self, representation: str, score: Score = "maxsim", candidates: str = EXACT
@@ -244,8 +247,21 @@ class Scorer:
         is_bm25 = info is not None and info.generator_name == BM25
         return self.postings(column) if is_bm25 else self.packed(column)
 
+    def cells(self, column: str) -> Cells | None:
+        """Returns the codes of a column by cell, which CPUs scan. None for other columns."""
+        info = self._index.candidates_columns.get(column)
+        if info is None or not info.numbers or not info.numbers.get("scanned"):
+            return None
+        if column not in self._cells:
+            packed = self.packed(column)
+            if packed.device.type != "cpu":
+                return None
+            self._cells[column] = Cells(packed, self._index.generator(column).artefact[PART])
+        return self._cells[column]
+
     def _close(self, column: str) -> None:
         self._packed.pop(column, None)
+        self._cells.pop(column, None)
         self._prefix.cache_clear()
 
     def item_vectors(self, representation: str, rows: np.ndarray) -> list[torch.Tensor]:
@@ -369,10 +385,8 @@ class Scorer:
         info = self._index.representation(options.column)
         columns = generator_columns(self._index, info, options.candidates)
         found: list[np.ndarray] = []
-        for (name, column), num in zip(
-            columns.items(), self._nums_candidates(options), strict=True
-        ):
-            more = self._generate(name, column, queries, options, rows, num)
+        for name, column in columns.items():
+            more = self._generate(name, column, queries, options, rows)
             found = [np.union1d(*pair) for pair in zip(found, more, strict=True)] if found else more
         if any(len(candidates) < options.k for candidates in found):
             all_rows = np.arange(len(self._items)) if rows is None else rows
@@ -386,19 +400,26 @@ class Scorer:
         queries: Queries,
         options: SearchOptions,
         rows: Rows,
-        num: int,
     ) -> list[np.ndarray]:
         """Finds the items whose codes match each query best, and those without a code."""
+        num, scanned = numbers_for(self._index, column, options.k, options.num_candidates)
         uncoded, unscored = self._uncoded(column, options)
         coded = rows
         if len(unscored):
             all_rows = np.arange(len(self._items)) if rows is None else rows
             coded = np.setdiff1d(all_rows, unscored, assume_unique=True)
         groups = self._items.parent_codes if options.group_by else None
-        found = [
-            best_rows(scores, items, num, groups)
-            for items, scores in self._approximate(generator, column, queries, coded, num, groups)
-        ]
+        cells = self.cells(column)
+        if cells is None or scanned is None or scanned > MAX_SHARE * len(self._items):
+            approximate = self._approximate(generator, column, queries, coded, num, groups)
+            found = [best_rows(scores, items, num, groups) for items, scores in approximate]
+        else:
+            tokens = self._code_queries(column, queries)
+            groups = None if groups is None else groups[cells.items]
+            positions: Any = cells.scanned(tokens, scanned, num, coded)
+            best = _best_scores(tokens, cells.packed, num, positions, groups)
+            chosen = [best_rows(scores, index, num, groups) for index, scores in best]
+            found = [np.sort(cells.items[index]) for index in chosen]
         if len(uncoded):
             more = uncoded if rows is None else np.intersect1d(uncoded, rows)
             found = [np.union1d(candidates, more) for candidates in found]
@@ -444,12 +465,23 @@ class Scorer:
             ranks.append((len(scores_B) - num_below) * (scores_B[items] > -np.inf))
         return ranks
 
+    def cell_ranks(
+        self, queries: Queries, column: str, rows: Sequence[np.ndarray]
+    ) -> list[np.ndarray] | None:
+        """Returns how many codes must be scanned by cell to find some items of each query."""
+        generator = self._index.generator(column)
+        if PART not in generator.codec.parts(generator.dim):
+            return None
+        cells = Cells(self.packed(column), generator.artefact[PART])
+        tokens = self._code_queries(column, queries)
+        return [cells.ranks(query, items) for query, items in zip(tokens, rows, strict=True)]
+
     def _nums_candidates(self, options: SearchOptions) -> list[int]:
         """Returns the number of candidates of each generator of a union."""
         info = self._index.representation(options.column)
         columns = generator_columns(self._index, info, options.candidates)
         given = options.k, options.num_candidates
-        return [number_of_candidates(self._index, name, *given) for name in columns.values()]
+        return [numbers_for(self._index, name, *given)[0] for name in columns.values()]
 
     def _bm25_scores(
         self, column: str, queries: Queries, rows: np.ndarray | None

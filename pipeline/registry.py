@@ -285,9 +285,14 @@ CANDIDATES: Registry[Generator[Any] | Bm25] = Registry(
     "candidates",
     {
         "bm25": "pipeline.search.generators.bm25:Bm25",
+        "ivf": "pipeline.search.generators.ivf:Ivf",
         "lemur": "pipeline.search.generators.lemur:Lemur",
     },
-    dict.fromkeys(["bits", "centroids", "pq"], "was removed, because lemur is faster: use that"),
+    {
+        "bits": "was removed, because it is slower than exact scores: use ivf or lemur",
+        "centroids": "was replaced by ivf: add candidates with that generator",
+        "pq": "was removed, because it is slower than exact scores: use ivf or lemur",
+    },
 )
 RERANKERS: Registry[Reranker[Any]] = Registry(
     "rerankers",

@@ -15,10 +15,15 @@ if TYPE_CHECKING:  # imports Lance
 #: and value that scores all items.
 AUTO, EXACT = "auto", "exact"
 #: Generator that is used by default: the fastest one at every recall (docs/results/candidates.md).
-LEMUR = "lemur"
+LEMUR, IVF = "lemur", "ivf"
 #: Maximum number of vectors that are all scored by default. On two cores, 2 million vectors take 25
 #: ms with AVX-512 and 117 ms with AVX2, and the search with `lemur` 5 and 13 ms.
 EXACT_VECTORS = 2_000_000
+#: Default number of probed lists per query token of `ivf`, if it was not measured.
+DEFAULT_PROBES = 32
+#: CPU times in microseconds with AVX-512 of a probed list, and of the exact score of a vector of a
+#: candidate (docs/results/candidates.md).
+PROBE_TIME, VECTOR_TIME = 1.7, 0.035
 #: Vectors of an item whose number is not fixed, as an estimate: the tokens of a passage of text.
 VECTORS_PER_ITEM = 200
 #: Generator that scores the single vectors of the items. It needs no column of codes.
@@ -44,24 +49,25 @@ class Numbers(NamedTuple):
         recall: Wanted share of the exact results.
         items: Number of items of the index when they were measured.
         counts: Number of found items for each of `DEPTHS`.
-        scanned: Number of items in the scanned cells for each of `DEPTHS`, or None without cells.
+        probes: Number of probed lists per query token for each of `DEPTHS`, or None without lists.
     """
 
     recall: float
     items: int
     counts: list[int]
-    scanned: list[int] | None = None
+    probes: list[int] | None = None
 
     def for_hits(self, k: int, num_items: int) -> tuple[int, int | None]:
         """Returns both numbers for k hits in an index that may have grown since.
 
-        >>> Numbers(0.98, 1000, [50, 150], [100, 200]).for_hits(200, 2000)
-        (600, 800)
+        >>> Numbers(0.98, 1000, [50, 150], [16, 32]).for_hits(200, 2000)
+        (600, 64)
         """
         depth = next((i for i, depth in enumerate(DEPTHS) if k <= depth), len(DEPTHS) - 1)
-        factor = max(1, num_items / max(self.items, 1)) * max(1, k / DEPTHS[depth])
-        scanned = None if self.scanned is None else max(k, round(factor * self.scanned[depth]))
-        return max(k, round(factor * self.counts[depth])), scanned
+        more = max(1, k / DEPTHS[depth])
+        growth = max(1, num_items / max(self.items, 1))  # lists grow as well
+        probes = None if self.probes is None else round(more * self.probes[depth])
+        return max(k, round(growth * more * self.counts[depth])), probes
 
 
 def default_number(k: int, num_items: int) -> int:
@@ -69,19 +75,34 @@ def default_number(k: int, num_items: int) -> int:
     return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * k, num_items // ITEMS_PER_DEFAULT_CANDIDATE)
 
 
-def numbers_for(index: IndexReader, column: str, k: int, num: int | None) -> tuple[int, int | None]:
-    """Returns the number of candidates of a generator for k hits, and of items in scanned cells.
+def numbers_for(
+    index: IndexReader, column: str, k: int, num: int | None, share: float = 1.0
+) -> tuple[int, int]:
+    """Returns the number of candidates of a generator for k hits, and of probed lists per token.
 
-    They are the measured ones. If `num` candidates are requested instead, the number of scanned
-    items grows in proportion. It is None if all items are scanned.
+    They are the measured ones. If more than the measured number of candidates are requested,
+    the number of probed lists grows in proportion.
+
+    Args:
+        share: Share of the items that satisfy a filter. The lists are probed for the k best of
+            them, which are among the k / share best of all if they resemble the others.
     """
     info = index.candidates_columns.get(column)
     if info is None or not info.numbers:
-        return num or default_number(k, len(index)), None
-    measured, scanned = Numbers(**info.numbers).for_hits(k, len(index))
-    if num is not None and scanned is not None:
-        scanned = round(max(1, num / measured) * scanned)
-    return num or measured, scanned
+        return num or default_number(k, len(index)), DEFAULT_PROBES
+    numbers = Numbers(**info.numbers)
+    measured, probes = numbers.for_hits(k, len(index))
+    if share < 1:
+        _, probes = numbers.for_hits(round(k / share), len(index))
+    more = 1 if num is None else max(1, num / measured)
+    return num or measured, round(more * (probes or DEFAULT_PROBES))
+
+
+def ivf_time(
+    num_probes: float, num_tokens: float, num_candidates: float, item_vectors: float
+) -> float:
+    """Estimates the CPU time of a query with `ivf` in microseconds."""
+    return PROBE_TIME * num_probes * num_tokens + VECTOR_TIME * num_candidates * item_vectors
 
 
 def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:

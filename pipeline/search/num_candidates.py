@@ -1,8 +1,8 @@
 """Numbers of candidates, by the measured recall of the exact results on an index.
 
 The number of a generator is the smallest such that the items with its best scores contain a wanted
-share of the exact best items of a sample of queries. If it has cells, a quarter of the others may
-be outside of the scanned ones.
+share of the exact best items of a sample of queries. For `ivf`, that number is measured for several
+numbers of probed lists, of which the one with the lowest estimated time is chosen.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 
 from pipeline.index.isotropy import sample_vectors
 from pipeline.index.reader import IndexReader
-from pipeline.search.candidates import DEPTHS, EXACT, Numbers
+from pipeline.search.candidates import DEPTHS, EXACT, IVF, Numbers, ivf_time
 from pipeline.search.query import AnyQuery
 from pipeline.search.searcher import Searcher
 
 #: Maximum number of queries. Given ones are left out of the sample for the fit if there are enough.
 NUM_QUERIES, MIN_GIVEN = 64, 256
-#: Share of the missed items that may be outside of the scanned cells.
-CELL_LOSS = 0.25
+#: Numbers of probed lists per query token that are compared for `ivf`.
+PROBES = (8, 16, 32, 64, 128, 256)
 #: Number of queries that are scored together, which bounds the size of the score matrix.
 BATCH = 4
 #: Maximum number of items that are searched: one shard of a larger index.
@@ -51,21 +51,26 @@ def measure(
     searcher = Searcher(index, shard=(0, shards))
     encoded = searcher.queries(list(queries), representation)
     best = searcher.rank(encoded, representation, k=max(DEPTHS), candidates=EXACT)
-    ranks: list[np.ndarray] = []  # of the best items of each query
-    for first in range(0, len(encoded), BATCH):
-        batch = encoded.part(first, first + BATCH)
-        rows = [ranking.rows for ranking in best[first : first + BATCH]]
-        ranks += searcher.scorer.ranks(batch, column, rows)
-    cell_ranks = searcher.scorer.cell_ranks(encoded, column, [ranking.rows for ranking in best])
-    loss, counts, scanned = 1 - recall, list[int](), list[int]()
-    for depth in DEPTHS:
-        found = np.concatenate([r[:depth] for r in ranks])
-        if cell_ranks is not None:
-            before = np.concatenate([r[:depth] for r in cell_ranks])
-            scanned.append(shards * _number(before, CELL_LOSS * loss))
-            found = np.where(shards * before > scanned[-1], len(index), found)
-        counts.append(shards * _number(found, loss))
-    return Numbers(recall, len(index), counts, scanned or None)
+    is_ivf = index.candidates_columns[column].generator_name == IVF
+    found: list[tuple[int | None, list[int]]] = []
+    for num_probes in PROBES if is_ivf else (None,):
+        ranks: list[np.ndarray] = []  # of the best items of each query
+        for first in range(0, len(encoded), BATCH):
+            batch = encoded.part(first, first + BATCH)
+            rows = [ranking.rows for ranking in best[first : first + BATCH]]
+            ranks += searcher.scorer.ranks(batch, column, rows, num_probes)
+        loss = 1 - recall
+        counts = [shards * _number(np.concatenate([r[:n] for r in ranks]), loss) for n in DEPTHS]
+        found.append((num_probes, counts))
+    if not is_ivf:
+        return Numbers(recall, len(index), found[0][1])
+    packed = searcher.scorer.vectors(representation)
+    item_vectors, num_tokens = packed.num_vectors / max(len(packed), 1), np.mean(encoded.num_tokens)
+    chosen = [
+        min((ivf_time(p, num_tokens, counts[i], item_vectors), p, counts[i]) for p, counts in found)
+        for i in range(len(DEPTHS))
+    ]
+    return Numbers(recall, len(index), [c for *_, c in chosen], [p for _, p, _ in chosen])
 
 
 def _number(ranks: np.ndarray, loss: float) -> int:

@@ -37,13 +37,14 @@ from pipeline.search.cache import packed_column
 from pipeline.search.candidates import (
     BM25,
     EXACT,
+    IVF,
     SINGLE,
     generator_columns,
     numbers_for,
 )
-from pipeline.search.cells import MAX_SHARE, PART, Cells
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
 from pipeline.search.generators.bm25 import Postings, encode
+from pipeline.search.lists import Lists
 from pipeline.search.maxsim import best_scores, maxsim
 from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
@@ -152,15 +153,14 @@ class Scorer:
         self._cache, self._device = cache, device
         self._packed: dict[str, PackedVectors] = {}
         self._postings: dict[str, Postings] = {}
-        self._cells: dict[str, Cells] = {}
+        self._lists: dict[str, Lists] = {}
         self._uncoded_rows: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
         self._prefix = functools.lru_cache(MAX_PREFIXES)(PackedVectors.prefix)
 
     def load(self, representation: str, score: Score = "maxsim", candidates: str = EXACT) -> None:
         """Opens the vectors that a score and a candidate generator need."""
         for column in self._columns(representation, score, candidates):
-            self.codes(column)
-            self.cells(column)
+            self.lists(column) if self._is_ivf(column) else self.codes(column)
 
     def is_loaded(
         self, representation: str, score: Score = "maxsim", candidates: str = EXACT
@@ -178,7 +178,7 @@ class Scorer:
             return packed.num_vectors
         info = self._index.representation(options.column)
         columns = generator_columns(self._index, info, options.candidates)
-        codes = [self.codes(column) for column in columns.values()]
+        codes = [self.codes(column) for column in columns.values() if not self._is_ivf(column)]
         num_candidates = min(sum(self._nums_candidates(options)), len(packed))
         share = num_candidates / max(len(packed), 1)
         return sum(opened.num_vectors for opened in codes) + int(share * packed.num_vectors)
@@ -217,7 +217,7 @@ class Scorer:
                 column,
                 self._items.fragments,
                 cache=self._cache,
-                device=self._device,
+                device="cpu" if self._is_ivf(column) else self._device,
                 on_corruption=close,
             )
         return self._packed[column]
@@ -247,21 +247,19 @@ class Scorer:
         is_bm25 = info is not None and info.generator_name == BM25
         return self.postings(column) if is_bm25 else self.packed(column)
 
-    def cells(self, column: str) -> Cells | None:
-        """Returns the codes of a column by cell, which CPUs scan. None for other columns."""
+    def lists(self, column: str) -> Lists:
+        """Returns the inverted lists of a column of the generator `ivf`, which are in memory."""
+        if column not in self._lists:
+            self._lists[column] = Lists(self._index.generator(column), self.packed(column))
+        return self._lists[column]
+
+    def _is_ivf(self, column: str) -> bool:
         info = self._index.candidates_columns.get(column)
-        if info is None or not info.numbers or not info.numbers.get("scanned"):
-            return None
-        if column not in self._cells:
-            packed = self.packed(column)
-            if packed.device.type != "cpu":
-                return None
-            self._cells[column] = Cells(packed, self._index.generator(column).artefact[PART])
-        return self._cells[column]
+        return info is not None and info.generator_name == IVF
 
     def _close(self, column: str) -> None:
         self._packed.pop(column, None)
-        self._cells.pop(column, None)
+        self._lists.pop(column, None)
         self._prefix.cache_clear()
 
     def item_vectors(self, representation: str, rows: np.ndarray) -> list[torch.Tensor]:
@@ -402,28 +400,36 @@ class Scorer:
         rows: Rows,
     ) -> list[np.ndarray]:
         """Finds the items whose codes match each query best, and those without a code."""
-        num, scanned = numbers_for(self._index, column, options.k, options.num_candidates)
+        share = 1.0 if rows is None else len(rows) / max(len(self._items), 1)
+        given = options.k, options.num_candidates
+        num, num_probes = numbers_for(self._index, column, *given, share)
         uncoded, unscored = self._uncoded(column, options)
         coded = rows
         if len(unscored):
             all_rows = np.arange(len(self._items)) if rows is None else rows
             coded = np.setdiff1d(all_rows, unscored, assume_unique=True)
         groups = self._items.parent_codes if options.group_by else None
-        cells = self.cells(column)
-        if cells is None or scanned is None or scanned > MAX_SHARE * len(self._items):
-            approximate = self._approximate(generator, column, queries, coded, num, groups)
-            found = [best_rows(scores, items, num, groups) for items, scores in approximate]
+        if generator == IVF:
+            approximate = self._probe(column, queries, coded, num_probes)
         else:
-            tokens = self._code_queries(column, queries)
-            groups = None if groups is None else groups[cells.items]
-            positions: Any = cells.scanned(tokens, scanned, num, coded)
-            best = _best_scores(tokens, cells.packed, num, positions, groups)
-            chosen = [best_rows(scores, index, num, groups) for index, scores in best]
-            found = [np.sort(cells.items[index]) for index in chosen]
+            approximate = self._approximate(generator, column, queries, coded, num, groups)
+        found = [np.sort(best_rows(scores, items, num, groups)) for items, scores in approximate]
         if len(uncoded):
             more = uncoded if rows is None else np.intersect1d(uncoded, rows)
             found = [np.union1d(candidates, more) for candidates in found]
         return found
+
+    def _probe(
+        self, column: str, queries: Queries, rows: Rows, num_probes: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the items in the probed lists of each query, and their scores."""
+        is_selected = None
+        if rows is not None:
+            is_selected = np.zeros(len(self._items), bool)
+            is_selected[rows] = True
+        for items, scores in self.lists(column).search(queries.tokens, num_probes):
+            chosen = slice(None) if is_selected is None else is_selected[items]
+            yield items[chosen], scores[chosen]
 
     def _approximate(
         self,
@@ -453,28 +459,33 @@ class Scorer:
         transform = fitted.codec.transform_queries
         return [transform(tokens) for tokens in fitted.queries(queries.tokens)]
 
-    def ranks(self, queries: Queries, column: str, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def ranks(
+        self,
+        queries: Queries,
+        column: str,
+        rows: Sequence[np.ndarray],
+        num_probes: int | None = None,
+    ) -> list[np.ndarray]:
         """Returns the ranks (R,) of some items of each query by the scores of their codes.
 
         Items with equal scores have the worst of their ranks, and those without a code rank 0.
+
+        Args:
+            num_probes: Number of probed lists per query token, for `ivf`.
         """
-        scores_QB = _maxsim(self._code_queries(column, queries), self.packed(column), None)
+        each: Iterable[np.ndarray]
+        if num_probes is None:
+            tokens = self._code_queries(column, queries)
+            each = _maxsim(tokens, self.packed(column), None).numpy(force=True)
+        else:
+            lowest_B = np.where(self.packed(column).is_coded, 0, -np.inf).astype(np.float32)
+            probed = self._probe(column, queries, None, num_probes)
+            each = (_with_scores(lowest_B, *found) for found in probed)
         ranks = []
-        for scores_B, items in zip(scores_QB.numpy(force=True), rows, strict=True):
+        for scores_B, items in zip(each, rows, strict=True):
             num_below = np.searchsorted(np.sort(scores_B), scores_B[items])
             ranks.append((len(scores_B) - num_below) * (scores_B[items] > -np.inf))
         return ranks
-
-    def cell_ranks(
-        self, queries: Queries, column: str, rows: Sequence[np.ndarray]
-    ) -> list[np.ndarray] | None:
-        """Returns how many codes must be scanned by cell to find some items of each query."""
-        generator = self._index.generator(column)
-        if PART not in generator.codec.parts(generator.dim):
-            return None
-        cells = Cells(self.packed(column), generator.artefact[PART])
-        tokens = self._code_queries(column, queries)
-        return [cells.ranks(query, items) for query, items in zip(tokens, rows, strict=True)]
 
     def _nums_candidates(self, options: SearchOptions) -> list[int]:
         """Returns the number of candidates of each generator of a union."""
@@ -567,6 +578,12 @@ class _Scores(NamedTuple):
         """Returns the scores of a query, or those that an index selects, as NumPy arrays."""
         parts = (None if part is None else part[index] for part in self)
         return _Scores(*(p.numpy(force=True) if isinstance(p, torch.Tensor) else p for p in parts))
+
+
+def _with_scores(scores_B: np.ndarray, items: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    scores_B = scores_B.copy()
+    scores_B[items] = scores
+    return scores_B
 
 
 def _shortlists(

@@ -1,7 +1,7 @@
 """LEMUR: one vector per item whose inner product with a query estimates MaxSim (arXiv 2601.21853).
 
 Shapes: B items, T vectors in total, S sample tokens, M query tokens, D dimensions of a vector, F
-features, H = F - 1 features without the constant, R dimensions of a code, and C cells.
+features, H = F - 1 features without the constant, and R dimensions of a code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from pipeline import config
 from pipeline.compression.codecs.int8 import Int8
-from pipeline.compression.codecs.residual import nearest
 from pipeline.config import SpecError
 from pipeline.search.generators import Generator, Sample
 
@@ -28,36 +27,8 @@ MAX_SIMILARITIES, MAX_MAXIMA = 1 << 21, 1 << 23
 NUM_REDUCTION_ITEMS = 4096
 #: Default maximum dimension of a code.
 DEFAULT_DIMS = 192
-#: Minimum number of items of an index whose codes are divided into cells by default, number of
-#: cells per square root of the number of items, and their maximum number.
-MIN_CELL_ITEMS, CELLS_PER_ROOT, MAX_CELLS = 50_000, 4, 1 << 16
-#: Number of iterations of the k-means that fits the cells.
-CELL_ITERATIONS = 8
 #: Maximum norm of the gradient of the network.
 MAX_GRADIENT_NORM = 0.5
-
-
-class CellCodes(Int8):
-    """Int8 vectors with the part `cells` (T, 1) uint16, the numbers of their nearest cells.
-
-    Args:
-        spec: Options of the codec.
-        artefact: The array `cells` (C, R) float32 with the centres of at most 65,536 cells.
-
-    >>> codec = CellCodes(Int8.Spec(), {"cells": np.eye(2, dtype=np.float32)})
-    >>> codec.quantise(torch.tensor([[0.0, 0.8], [1.0, 0.2]]))["cells"].tolist()
-    [[1], [0]]
-    """
-
-    def parts(self, dim: int) -> dict[str, tuple[torch.dtype, int]]:
-        """Returns the parts `values`, `scales` and `cells`."""
-        return {**super().parts(dim), "cells": (torch.uint16, 1)}
-
-    def quantise(self, vectors_TD: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Quantises vectors and finds the cells with the nearest centres."""
-        cells_CR = torch.tensor(self.fitted["cells"], device=vectors_TD.device)
-        cell_T1 = nearest(vectors_TD, cells_CR).to(torch.uint16).unsqueeze(1)
-        return {**super().quantise(vectors_TD), "cells": cell_T1}
 
 
 class Lemur(Generator["Lemur.Spec"]):
@@ -78,9 +49,6 @@ class Lemur(Generator["Lemur.Spec"]):
     scores of sample tokens (reduced-rank regression), which is not part of the paper. With 192 of
     512 dimensions, 1.6 % of 50,000 items contain 95.8 % of the ten best items, and 96.7 % without
     the reduction. The score of a query lacks that of the mean item, which does not change rankings.
-
-    The codes of a large index are divided into cells by k-means of those of the sample. A search
-    scans the codes in the cells whose centres have the best scores.
     """
 
     class Spec(config.ComponentSpec):
@@ -101,9 +69,6 @@ class Lemur(Generator["Lemur.Spec"]):
         time of a search is proportional to it. The default is 192, or `num_features` if that is
         smaller.
         """
-        num_cells: int | None = Field(None, ge=0, le=MAX_CELLS)
-        """Maximum number of cells C, or 0 to scan all codes. The default is four times the square
-        root of the number of items, or 0 below 50,000 items."""
         num_samples: int = Field(4096, ge=2, le=262144)
         """Maximum number of sample tokens. The time to encode an item is proportional to it."""
         ridge: float = Field(0.03, gt=0, le=1e6)
@@ -131,9 +96,10 @@ class Lemur(Generator["Lemur.Spec"]):
                 raise SpecError("num_dims", self.num_dims, rule)
             return self
 
+    codec = Int8(Int8.Spec())
+
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray]):
         super().__init__(spec, artefact)
-        self._codec = (CellCodes if "cells" in artefact else Int8)(Int8.Spec(), artefact)
         self._tensors: dict[torch.device, dict[str, torch.Tensor]] = {}
 
     @classmethod
@@ -145,7 +111,6 @@ class Lemur(Generator["Lemur.Spec"]):
             token maxima of an item to its code; `mean` (H,) and `scale` (H,) of the features;
             `projection` (F, R), which maps the features of a query; and the weights of the
             features: `weight` (D, H), and for "mlp" `bias`, `norm_weight` and `norm_bias` (H,).
-            With cells, also their centres `cells` (C, R).
 
         Raises:
             SpecError: The sample has no items, or fewer query tokens than features, so that the
@@ -192,18 +157,7 @@ class Lemur(Generator["Lemur.Spec"]):
             "operator": reduction_FR.T @ operator_FS,
             "offset": coefficients_NF.mean(dim=0) @ reduction_FR,
         }
-        artefact = {name: array.float().cpu().numpy() for name, array in arrays.items()}
-        num_cells = min(_num_cells(spec, sample), num_items)
-        if num_cells:
-            with torch.no_grad():
-                codes_BR, _ = cls(spec, artefact).encode(sample.vectors_TD, sample.lengths_B)
-            artefact["cells"] = _fit_cells(codes_BR, num_cells, spec.seed).cpu().numpy()
-        return artefact
-
-    @property
-    def codec(self) -> Int8:
-        """Codec of the codes."""
-        return self._codec
+        return {name: array.float().cpu().numpy() for name, array in arrays.items()}
 
     @property
     def dim(self) -> int:
@@ -281,26 +235,6 @@ def _sample_maxima(
     is_chosen_B = _choose(len(sample.lengths_B), num_items, seed).to(sample.lengths_B.device)
     is_chosen_T = torch.repeat_interleave(is_chosen_B, sample.lengths_B)
     return token_maxima(sample.vectors_TD[is_chosen_T], sample.lengths_B[is_chosen_B], tokens_SD)
-
-
-def _num_cells(spec: Lemur.Spec, sample: Sample) -> int:
-    if spec.num_cells is not None:
-        return spec.num_cells
-    if sample.num_items < MIN_CELL_ITEMS:
-        return 0
-    return min(round(CELLS_PER_ROOT * sample.num_items**0.5), MAX_CELLS)
-
-
-def _fit_cells(codes_BR: torch.Tensor, num_cells: int, seed: int) -> torch.Tensor:
-    """Returns the centres (C, R) of k-means, of which those without a code do not move."""
-    order_B = torch.randperm(len(codes_BR), generator=torch.Generator().manual_seed(seed))
-    cells_CR = codes_BR[order_B[:num_cells].to(codes_BR.device)].clone()
-    for _ in range(CELL_ITERATIONS):
-        cell_B = nearest(codes_BR, cells_CR)
-        count_C1 = cell_B.bincount(minlength=num_cells).unsqueeze(1)
-        sum_CR = torch.zeros_like(cells_CR).index_add_(0, cell_B, codes_BR)
-        cells_CR = torch.where(count_C1 > 0, sum_CR / count_C1.clamp_min(1), cells_CR)
-    return cells_CR
 
 
 def _num_dims(spec: Lemur.Spec) -> int:

@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -69,6 +70,8 @@ MIN_PANEL = 12
 
 #: Largest value of a query of one token, and the smallest scale that is divided by.
 MAX_INT16, TINY = torch.iinfo(torch.int16).max, torch.finfo(torch.float32).tiny
+
+T, R = TypeVar("T"), TypeVar("R")
 
 _pointer = ctypes.c_void_p
 _FOUND = np.dtype([("score", np.float32), ("document", np.int32)])
@@ -125,6 +128,8 @@ def _library() -> ctypes.CDLL | None:
                 ctypes.POINTER(_Selection),
                 ctypes.c_int,
             ]
+            library.maxray_vote.argtypes = [*[_pointer] * 4, *[ctypes.c_int64] * 2, *[_pointer] * 3]
+            library.maxray_vote.restype = ctypes.c_int64
             library.maxray_level()  # requests AMX tiles from the kernel for all threads
             return library
     return None
@@ -141,6 +146,48 @@ def available() -> tuple[str, ...]:
 def _threads(num_threads: int, pid: int) -> ThreadPoolExecutor:
     """Returns the executor of a process: threads of the parent do not survive a fork."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="maxsim")
+
+
+def run(function: Callable[[T], R], arguments: Sequence[T]) -> Iterator[R]:
+    """Calls a function that releases the GIL with each argument, in the threads of this module."""
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or len(arguments) == 1:
+        return map(function, arguments)
+    return _threads(num_threads, os.getpid()).map(function, arguments)
+
+
+def vote(
+    items: np.ndarray,
+    bounds: np.ndarray,
+    sim_MP: np.ndarray,
+    list_MP: np.ndarray,
+    scores: np.ndarray,
+    tokens: np.ndarray,
+    found: np.ndarray,
+) -> int:
+    """Adds up the largest similarity of a list to each query token for the items of the lists.
+
+    Similarities are relative to the last one of a token. The library must be available.
+
+    Args:
+        items: (V,) int32, ascending items of each list, one list after another.
+        bounds: (C + 1,) int64, first element of each list in `items`, and V.
+        sim_MP: Descending similarities of lists, float32.
+        list_MP: Numbers of these lists, int64.
+        scores: (B,) float32, zero; the scores of the items are written to it.
+        tokens: (B,) int32, zero; the number of the last token that found an item is written to it.
+        found: (B,) int32; the found items are written to it.
+
+    Returns:
+        The number of found items.
+    """
+    library = _library()
+    assert library is not None, "the MaxSim library is not built"
+    arrays = [items, bounds, np.ascontiguousarray(list_MP), np.ascontiguousarray(sim_MP)]
+    assert [a.dtype for a in arrays] == [np.int32, np.int64, np.int64, np.float32]
+    pointers = [array.ctypes.data for array in arrays]
+    results = [array.ctypes.data for array in (scores, tokens, found)]
+    return library.maxray_vote(*pointers, *sim_MP.shape, *results)
 
 
 def _level(kind: int, level: str) -> int:

@@ -278,3 +278,30 @@ EXPORT int maxray_select(const Documents* groups, int64_t num_groups, const Quer
         return 1;
     }
 }
+
+// Adds up the similarities of lists for their items, see `vote` in `__init__.py`.
+EXPORT int64_t maxray_vote(const int32_t* items, const int64_t* bounds, const int64_t* lists,
+                           const float* similarities, int64_t num_tokens, int64_t num_lists,
+                           float* scores, int32_t* last_token, int32_t* found) {
+    constexpr int64_t AHEAD = 16;
+    int64_t num_found = 0;
+    for (int64_t token = 0; token < num_tokens; ++token) {
+        const float* row = similarities + token * num_lists;
+        for (int64_t l = 0; l < num_lists && row[l] > row[num_lists - 1]; ++l) {
+            const int64_t list = lists[token * num_lists + l];
+            const float added = row[l] - row[num_lists - 1];
+            for (int64_t p = bounds[list]; p < bounds[list + 1]; ++p) {
+                if (p + AHEAD < bounds[list + 1]) {
+                    __builtin_prefetch(scores + items[p + AHEAD]);
+                    __builtin_prefetch(last_token + items[p + AHEAD]);
+                }
+                const int32_t item = items[p];
+                if (last_token[item] == token + 1) continue;
+                if (last_token[item] == 0) found[num_found++] = item;
+                last_token[item] = int32_t(token + 1);
+                scores[item] += added;
+            }
+        }
+    }
+    return num_found;
+}

@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # imports Lance
 #: Value of the option `candidates` that chooses by the size of the index, see `default_candidates`,
 #: and value that scores all items.
 AUTO, EXACT = "auto", "exact"
-#: Generator that is used by default: the fastest one at every recall (docs/results/candidates.md).
-LEMUR, IVF = "lemur", "ivf"
+#: Generators that are used by default, the second one if the first was not built.
+IVF, LEMUR = "ivf", "lemur"
 #: Maximum number of vectors that are all scored by default. On two cores, 2 million vectors take 25
 #: ms with AVX-512 and 117 ms with AVX2, and the search with `lemur` 5 and 13 ms.
 EXACT_VECTORS = 2_000_000
@@ -122,21 +122,22 @@ def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:
 def default_candidates(index: IndexReader, info: RepresentationInfo, device: str = "cpu") -> str:
     """Returns the default of the option `candidates` for the score `maxsim`.
 
-    It is `lemur` if that was built and an exact search is slow: on a CPU, above `EXACT_VECTORS`
-    vectors. A GPU scores 16 million vectors in 15 ms.
+    It is `ivf`, or else `lemur`, if that was built and an exact search is slow: on a CPU, above
+    `EXACT_VECTORS` vectors. A GPU scores 16 million vectors in 15 ms.
     """
-    is_slow = _is_slow(index, info, device)
-    return LEMUR if is_slow and LEMUR in generators(index, info) else EXACT
+    built = generators(index, info) if _is_slow(index, info, device) else {}
+    return next((name for name in (IVF, LEMUR) if name in built), EXACT)
 
 
 def slow_search_hint(
     index: IndexReader, info: RepresentationInfo, device: str = "cpu"
 ) -> str | None:
     """Returns a line that suggests a candidate generator if all searches are exact and slow."""
-    if not _is_slow(index, info, device) or LEMUR in generators(index, info):
+    built = generators(index, info)
+    if not _is_slow(index, info, device) or IVF in built or LEMUR in built:
         return None
     uri = shlex.quote(index.uri)
-    command = f"maxray add candidates {uri} {LEMUR} representation={info.column}"
+    command = f"maxray add candidates {uri} {IVF} representation={info.column}"
     return f"each search scores all {len(index):,} items; `{command}` makes searches faster"
 
 

@@ -46,6 +46,7 @@ DEPTHS, BATCH = (10, 100), 32
 NUM_EXACT = 16
 #: Settings of the generators by their name on the command line.
 GENERATORS: dict[str, dict[str, Any]] = {
+    "ivf": {"name": "ivf"},
     "lemur": {"name": "lemur"},
     "lemur-random": {"name": "lemur", "features": "random"},
     "lemur-512": {"name": "lemur", "num_features": 512},

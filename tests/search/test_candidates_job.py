@@ -36,6 +36,8 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 DIM, NUM_ITEMS = 16, 240
 LEMUR = {"name": "lemur", "num_features": 64}
+IVF = {"name": "ivf", "num_centroids": 64}
+GENERATORS = pytest.mark.parametrize("generator", [LEMUR, IVF], ids=lambda g: g["name"])
 
 
 def clustered(num: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -116,17 +118,19 @@ def queries(num: int = 12) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def built(original, tmp_path_factory) -> Path:
-    """Copy of the index with a generator, which tests do not change."""
+    """Copy of the index with both generators, which tests do not change."""
     uri = tmp_path_factory.mktemp("built") / "index"
     shutil.copytree(original, uri)
-    build(uri, LEMUR)
+    for generator in (LEMUR, IVF):
+        build(uri, generator)
     return uri
 
 
-def test_scores_are_exact_and_recall_is_high(built):
+@GENERATORS
+def test_scores_are_exact_and_recall_is_high(built, generator):
     searcher = open_index(str(built))
     exact = searcher.rank(queries(), k=10)
-    options = {"k": 10, "candidates": "lemur"}
+    options = {"k": 10, "candidates": generator["name"]}
     found = searcher.rank(queries(), num_candidates=60, **options)
     shares = []
     for ranking, reference in zip(found, exact, strict=True):
@@ -140,9 +144,10 @@ def test_scores_are_exact_and_recall_is_high(built):
     assert [r.item_ids for r in all_items] == [r.item_ids for r in exact]
 
 
-def test_added_rows_are_scored_before_and_after_they_have_codes(uri, tmp_path):
-    build(uri, LEMUR)
-    name = "full_lemur_1_candidates"
+@GENERATORS
+def test_added_rows_are_scored_before_and_after_they_have_codes(uri, generator, tmp_path):
+    build(uri, generator)
+    name = f"full_{generator['name']}_1_candidates"
     before = codes(uri, name)
     add_items(uri, tmp_path / "new", 50, 1, "n")
     (info,) = IndexReader(str(uri)).candidates_columns.values()
@@ -151,11 +156,11 @@ def test_added_rows_are_scored_before_and_after_they_have_codes(uri, tmp_path):
     vectors, lengths = clustered(50, 1)
     ends = lengths.cumsum()
     targets = [vectors[end - n : end] for end, n in zip(ends, lengths, strict=True)]
-    options = {"k": 1, "candidates": "lemur", "num_candidates": 1}
+    options = {"k": 1, "candidates": generator["name"], "num_candidates": 1}
     hits = open_index(str(uri)).rank(targets, **options)
     assert [ranking.item_ids for ranking in hits] == [[f"n{i:03}"] for i in range(50)]
 
-    progress = build(uri, LEMUR)
+    progress = build(uri, generator)
     assert (progress.done, progress.rows) == (progress.fragments - 6, 50)
     after = codes(uri, name)
     assert None not in after.values()
@@ -163,7 +168,7 @@ def test_added_rows_are_scored_before_and_after_they_have_codes(uri, tmp_path):
     assert IndexReader(str(uri)).candidates_columns[name] == info
     hits = open_index(str(uri)).rank(targets, **{**options, "num_candidates": 20})
     assert sum(r.item_ids == [f"n{i:03}"] for i, r in enumerate(hits)) >= 48
-    assert build(uri, LEMUR).done == 0
+    assert build(uri, generator).done == 0
 
 
 def test_removed_rows_disappear(uri):
@@ -417,15 +422,16 @@ def test_drop(uri):
         candidates_job.drop(spec(uri, LEMUR), job="3", report=lambda line: None)
 
 
+@GENERATORS
 @pytest.mark.parametrize("is_small", [True, False])
 @pytest.mark.parametrize("group_by", [None, "parent"])
-def test_filtered_search_returns_k_items(built, group_by, is_small, monkeypatch):
+def test_filtered_search_returns_k_items(built, generator, group_by, is_small, monkeypatch):
     """Small selections are searched exactly. In others, the generator selects among the items."""
     if not is_small:
         monkeypatch.setattr("pipeline.search.score.EXACT_ITEMS", 0)
     searcher = open_index(str(built))
     options = {"k": 5, "group_by": group_by}
-    generated = {"candidates": "lemur", "num_candidates": 5, **options}
+    generated = {"candidates": generator["name"], "num_candidates": 5, **options}
     ids = [f"i{i:03}" for i in range(0, NUM_ITEMS, 5)]
     for selection in (
         {"ids": ids},
@@ -445,10 +451,11 @@ def test_filtered_search_returns_k_items(built, group_by, is_small, monkeypatch)
                 assert ranking.item_ids == reference.item_ids
 
 
-def test_sharded_search_equals_the_merged_search_of_its_shards(built):
+@GENERATORS
+def test_sharded_search_equals_the_merged_search_of_its_shards(built, generator):
     """Each shard has as many candidates as the whole index, so that no better item is missed."""
     uri = str(built)
-    options = {"k": 10, "candidates": "lemur", "num_candidates": 20}
+    options = {"k": 10, "candidates": generator["name"], "num_candidates": 20}
     shards = [open_index(uri, shard=(i, 2)).rank(queries(), **options) for i in range(2)]
     merged = [merge_rankings(parts, SearchOptions(k=10)) for parts in zip(*shards, strict=True)]
     exact = open_index(uri).rank(queries(), k=10)

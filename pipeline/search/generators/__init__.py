@@ -50,6 +50,10 @@ class Generator(ABC, Generic[ComponentSpecT]):
     spec: ComponentSpecT
     #: Attribute of `RepresentationInfo` with the column that the codes describe.
     source: ClassVar[str] = "column"
+    #: Minimum share of the items in the sample for the fit, and maximum number of their vectors:
+    #: 512 MiB of float32 at 128 dimensions.
+    sample_share: ClassVar[float] = 0
+    max_sample_vectors: ClassVar[int] = 1 << 20
 
     def __init__(self, spec: ComponentSpecT, artefact: dict[str, np.ndarray]):
         self.spec, self.artefact = spec, artefact

@@ -19,9 +19,10 @@ from pipeline.compression.codecs.residual import is_normalised, nearest
 from pipeline.config import SpecError
 from pipeline.search.generators import Generator, Sample
 
-#: Default number of vectors of the index per centroid, as in TACHIOM (arXiv 2604.28142), and
-#: minimum number of vectors of the sample.
-VECTORS_PER_CENTROID, MIN_SAMPLE = 128, 4
+#: Default number of vectors of the index per centroid (128 in TACHIOM, arXiv 2604.28142), and minimum
+#: number of vectors of the sample. With 4 instead of 64, three times as many candidates are
+#: necessary.
+VECTORS_PER_CENTROID, MIN_SAMPLE = 64, 16
 #: Numbers of iterations of k-means of the coarse and the fine centroids.
 ITERATIONS = (8, 5)
 #: Number of neighbours of a centroid in the graph, and of those compared when it is built.
@@ -90,7 +91,7 @@ class Ivf(Generator["Ivf.Spec"]):
     probed centroid of the item. Where it has none, the similarity is that of the last probed one.
     Only items in probed lists are read, so that the time hardly depends on the number of items.
 
-    There are many centroids, about one for 128 vectors of the index: few centroids are shared by
+    There are many centroids, about one for 64 vectors of the index: few centroids are shared by
     the vectors of an item, and by most items. They result from k-means in two levels. Items with
     merged vectors of real texts are found with half as many candidates as by `lemur`.
 
@@ -102,10 +103,13 @@ class Ivf(Generator["Ivf.Spec"]):
 
         name: Literal["ivf"] = "ivf"
         num_centroids: int | None = Field(None, ge=1, le=1 << 24)
-        """Number of centroids C. The default is the power of two nearest to a 128th of the number
-        of vectors of the index, but at most a quarter of those of the sample."""
+        """Number of centroids C. The default is the power of two nearest to a 64th of the number
+        of vectors of the index, but at most a 16th of those of the sample."""
         seed: int = Field(0, ge=0)
         """Random seed of k-means."""
+
+    sample_share = 0.35  # MIN_SAMPLE * sqrt(2) / VECTORS_PER_CENTROID, since C is a power of two
+    max_sample_vectors = 1 << 22
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray]):
         super().__init__(spec, artefact)

@@ -148,16 +148,17 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
         searcher = open_index(uri)
         candidates = generator["name"]
         searcher.load(COLUMN, candidates=candidates)
-        for number in args.num_candidates:
+        for number in (None, *args.num_candidates):  # None: the measured numbers
             options = {"candidates": candidates, "num_candidates": number}
-            k = min(max(DEPTHS), number)
-            found = searcher.rank(searched, COLUMN, k=k, **options)
-            recalls = [recall(best, [r.item_ids for r in found], depth) for depth in DEPTHS]
+            recalls = []
+            for depth in DEPTHS:
+                found = searcher.rank(searched, COLUMN, k=min(depth, number or depth), **options)
+                recalls.append(recall(best, [r.item_ids for r in found], depth))
             p50, p99, rate = latencies(searcher, searched, args.repeats, options)
-            cells = [name, f"{seconds:.1f}", num_bytes, number, *recalls, p50, p99, str(rate)]
-            rows.append(cells)
-            print(f"{name} {number}: recall {recalls}, {p50:.2f} ms", flush=True)
-            figures[f"{name} {number}"] = {
+            label = number or "default"
+            rows.append([name, f"{seconds:.1f}", num_bytes, label, *recalls, p50, p99, str(rate)])
+            print(f"{name} {label}: recall {recalls}, {p50:.2f} ms", flush=True)
+            figures[f"{name} {label}"] = {
                 "build_seconds": seconds,
                 "bytes": num_bytes,
                 **{f"recall@{d}": value for d, value in zip(DEPTHS, recalls, strict=True)},

@@ -19,8 +19,8 @@ from pipeline.compression.codecs.residual import is_normalised, nearest
 from pipeline.config import SpecError
 from pipeline.search.generators import Generator, Sample
 
-#: Default number of vectors of the index per centroid (128 in TACHIOM, arXiv 2604.28142), and minimum
-#: number of vectors of the sample. With 4 instead of 64, three times as many candidates are
+#: Default number of vectors of the index per centroid (128 in TACHIOM, arXiv 2604.28142), and
+#: minimum number of vectors of the sample. With 4 instead of 64, three times as many candidates are
 #: necessary.
 VECTORS_PER_CENTROID, MIN_SAMPLE = 64, 16
 #: Numbers of iterations of k-means of the coarse and the fine centroids.

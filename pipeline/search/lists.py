@@ -16,6 +16,9 @@ from pipeline.search import native
 from pipeline.search.generators.ivf import Ivf
 from pipeline.search.packed import PackedVectors
 
+#: Number of centroids that the search of the graph keeps beside the probed ones.
+EXTRA = 16
+
 
 class Scratch(NamedTuple):
     """Memory of a search, zero before and after it.
@@ -77,7 +80,7 @@ class Lists:
         import faiss
 
         num_probes = min(num_probes, self.num_lists)
-        parameters = faiss.SearchParametersHNSW(efSearch=num_probes)
+        parameters = faiss.SearchParametersHNSW(efSearch=num_probes + EXTRA)
         tokens = np.concatenate([query.numpy() for query in queries])
         sim_MP, list_MP = self._graph.search(tokens, num_probes, params=parameters)
         is_missing = list_MP < 0  # the graph may find fewer

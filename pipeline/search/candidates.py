@@ -60,13 +60,13 @@ class Numbers(NamedTuple):
     def for_hits(self, k: int, num_items: int) -> tuple[int, int | None]:
         """Returns both numbers for k hits in an index that may have grown since.
 
-        >>> Numbers(0.98, 1000, [50, 150], [16, 32]).for_hits(200, 2000)
-        (600, 64)
+        >>> Numbers(0.98, 1000, [50, 150], [16, 32]).for_hits(400, 2000)
+        (1200, 64)
         """
         depth = next((i for i, depth in enumerate(DEPTHS) if k <= depth), len(DEPTHS) - 1)
         more = max(1, k / DEPTHS[depth])
         growth = max(1, num_items / max(self.items, 1))  # lists grow as well
-        probes = None if self.probes is None else round(more * self.probes[depth])
+        probes = None if self.probes is None else round(more**0.5 * self.probes[depth])
         return max(k, round(growth * more * self.counts[depth])), probes
 
 

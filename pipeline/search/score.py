@@ -167,7 +167,8 @@ class Scorer:
     ) -> bool:
         """Checks whether the vectors that a score and a generator need have been opened."""
         columns = self._columns(representation, score, candidates)
-        return all(column in self._packed or column in self._postings for column in columns)
+        opened = self._packed.keys() | self._postings.keys()
+        return all(c in (self._lists if self._is_ivf(c) else opened) for c in columns)
 
     def num_scored_vectors(self, options: SearchOptions) -> int:
         """Returns the number of vectors with which each query token is compared, as an estimate."""

@@ -37,8 +37,6 @@ from pipeline.search.query import AnyQuery
 
 log = logging.getLogger("maxray.candidates")
 
-#: Number of rows whose codes are computed together.
-BATCH_ROWS = 1024
 #: Maximum number of items on which the remarks about a generator are based.
 REMARK_ITEMS = 4096
 
@@ -99,9 +97,9 @@ class FillCodes(FragmentActor):
 
     def compute(self, number: int, table: pa.Table) -> tuple[pa.Table, int]:
         """Computes the codes in batches, whose rows do not depend on what was interrupted."""
-        tables = []
-        for first in range(0, table.num_rows, BATCH_ROWS):
-            rows = table.slice(first, BATCH_ROWS)
+        tables, size = [], self.generator.batch_rows
+        for first in range(0, table.num_rows, size):
+            rows = table.slice(first, size)
             codes = self.generator.codes(rows[self.info.representation], self._decode)
             tables.append(pa.table([rows["_rowid"], codes], names=["_rowid", self.info.name]))
         return pa.concat_tables(tables), 0
@@ -165,10 +163,8 @@ class Candidates(AddedColumns):
         report: Callable[[str], None],
     ) -> None:
         spec, pool = self.spec, self.resources.fit
-        fit: Callable[..., dict[str, np.ndarray]] = _fit
+        fit = _fit_texts if spec.generator.name == BM25 else _fit
         num_items = _num_fit_items(spec, len(index))
-        if spec.generator.name == BM25:
-            fit, num_items = _fit_texts, len(index)
         report(f"fitting {spec.generator.name} to {num_items:,} items")
         with session.monitor.phase(f"fit {spec.generator.name}"):
             artefact = session.run(pool, fit, spec, source, list(split_queries(self.queries)[0]))
@@ -318,7 +314,7 @@ def _fit(
 
 
 def _num_fit_items(spec: CandidatesJobSpec, num_items: int) -> int:
-    share = getattr(CANDIDATES.load(spec.generator.name), "sample_share", 0)
+    share = CANDIDATES.load(spec.generator.name).sample_share
     return min(max(spec.fit_items, int(share * num_items)), num_items)
 
 

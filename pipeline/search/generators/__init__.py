@@ -54,6 +54,8 @@ class Generator(ABC, Generic[ComponentSpecT]):
     #: 512 MiB of float32 at 128 dimensions.
     sample_share: ClassVar[float] = 0
     max_sample_vectors: ClassVar[int] = 1 << 20
+    #: Number of rows whose codes are computed together.
+    batch_rows: ClassVar[int] = 1024
 
     def __init__(self, spec: ComponentSpecT, artefact: dict[str, np.ndarray]):
         self.spec, self.artefact = spec, artefact

@@ -110,6 +110,7 @@ class Ivf(Generator["Ivf.Spec"]):
 
     sample_share = 0.35  # MIN_SAMPLE * sqrt(2) / VECTORS_PER_CENTROID, since C is a power of two
     max_sample_vectors = 1 << 22
+    batch_rows = 8192  # so that a coarse centroid has many vectors
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray]):
         super().__init__(spec, artefact)

@@ -1,8 +1,8 @@
 """Numbers of candidates, by the measured recall of the exact results on an index.
 
 The number of a generator is the smallest such that the items with its best scores contain a wanted
-share of the exact best items of a sample of queries. For `ivf`, that number is measured for several
-numbers of probed lists, of which the one with the lowest estimated time is chosen.
+share of the exact best items of a sample of queries. For `ivf`, it is measured for several numbers
+of probed lists, and the one with the lowest estimated time is chosen.
 """
 
 from __future__ import annotations

@@ -202,9 +202,12 @@ def test_build_resumes_before_it_has_measured(uri, tmp_path, monkeypatch):
 
 
 @pytest.mark.heavy
-def test_interrupted_build_resumes_with_the_same_bits(uri, original, tmp_path, monkeypatch):
+@GENERATORS
+def test_interrupted_build_resumes_with_the_same_bits(
+    uri, original, generator, tmp_path, monkeypatch
+):
     shutil.copytree(original, tmp_path / "whole")
-    build(tmp_path / "whole", LEMUR)
+    build(tmp_path / "whole", generator)
     check = Session.check
 
     def stop_after_two_commits(session: Session) -> None:
@@ -214,12 +217,12 @@ def test_interrupted_build_resumes_with_the_same_bits(uri, original, tmp_path, m
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(Session, "check", stop_after_two_commits)
-        build(uri, LEMUR)
-    name = "full_lemur_1_candidates"
+        build(uri, generator)
+    name = f"full_{generator['name']}_1_candidates"
     done = [item for item, code in codes(uri, name).items() if code is not None]
     assert 0 < len(done) < NUM_ITEMS
     exact = [r.scores for r in open_index(str(uri)).rank(queries(), k=5)]
-    options = {"k": 5, "candidates": "lemur", "num_candidates": 60}
+    options = {"k": 5, "candidates": generator["name"], "num_candidates": 60}
     assert (
         np.mean(
             [
@@ -233,7 +236,7 @@ def test_interrupted_build_resumes_with_the_same_bits(uri, original, tmp_path, m
         )
         > 0.8
     )
-    progress = build(uri, LEMUR)
+    progress = build(uri, generator)
     assert progress.done_before + progress.done == 6
     assert progress.done_before > 0
     assert codes(uri, name) == codes(tmp_path / "whole", name)

@@ -40,8 +40,8 @@ def packed(generator: Ivf, lengths: list[int], live: list[int] | None = None) ->
     for part, is_first in ((lengths[:cut], True), (lengths[cut:], False)):
         rows = slice(0, sum(part)) if is_first else slice(sum(lengths[:cut]), None)
         parts = generator.codec.quantise(values[rows])
-        kept = None if live is None else torch.tensor(live)
-        segments.append(Segment(generator.codec, DIM, parts, torch.tensor(part), kept))
+        rows_L = None if live is None else torch.tensor(live)
+        segments.append(Segment(generator.codec, DIM, parts, torch.tensor(part), rows_L))
     return PackedVectors(segments)
 
 

@@ -61,6 +61,9 @@ SLICE_PAIRS = 1 << 27
 #: Maximum number of selected items that are all scored although a candidate generator is requested.
 #: On two cores, 4,096 items of 32 int8 vectors take as long as 500 candidates of `lemur`.
 EXACT_ITEMS = 4096
+#: Factor by which the number of probed lists grows for queries with too few items, until there are
+#: at least this many.
+MORE_PROBES, MAX_PROBES = 4, 1024
 #: Number of prefixes whose views are cached. A view holds two offsets per item, and clients may
 #: request any prefix.
 MAX_PREFIXES = 16
@@ -411,7 +414,7 @@ class Scorer:
             coded = np.setdiff1d(all_rows, unscored, assume_unique=True)
         groups = self._items.parent_codes if options.group_by else None
         if generator == IVF:
-            approximate = self._probe(column, queries, coded, num_probes)
+            approximate = self._probe(column, queries.tokens, coded, num_probes, num)
         else:
             approximate = self._approximate(generator, column, queries, coded, num, groups)
         found = [np.sort(best_rows(scores, items, num, groups)) for items, scores in approximate]
@@ -421,16 +424,28 @@ class Scorer:
         return found
 
     def _probe(
-        self, column: str, queries: Queries, rows: Rows, num_probes: int
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the items in the probed lists of each query, and their scores."""
-        is_selected = None
+        self, column: str, queries: list[torch.Tensor], rows: Rows, num_probes: int, num: int = 0
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the items in the probed lists of each query, and their scores.
+
+        More lists are probed for queries with fewer than `num` items, for example if a filter
+        selects items that are unlike the query.
+        """
+        lists, is_selected = self.lists(column), None
         if rows is not None:
             is_selected = np.zeros(len(self._items), bool)
             is_selected[rows] = True
-        for items, scores in self.lists(column).search(queries.tokens, num_probes):
+        found = []
+        for items, scores in lists.search(queries, num_probes):
             chosen = slice(None) if is_selected is None else is_selected[items]
-            yield items[chosen], scores[chosen]
+            found.append((items[chosen], scores[chosen]))
+        few = [number for number, (items, _) in enumerate(found) if len(items) < num]
+        if few and num_probes < min(MAX_PROBES, lists.num_lists):
+            tokens = [queries[number] for number in few]
+            more = self._probe(column, tokens, rows, MORE_PROBES * num_probes, num)
+            for number, pair in zip(few, more, strict=True):
+                found[number] = pair
+        return found
 
     def _approximate(
         self,
@@ -480,7 +495,7 @@ class Scorer:
             each = _maxsim(tokens, self.packed(column), None).numpy(force=True)
         else:
             lowest_B = np.where(self.packed(column).is_coded, 0, -np.inf).astype(np.float32)
-            probed = self._probe(column, queries, None, num_probes)
+            probed = self._probe(column, queries.tokens, None, num_probes)
             each = (_with_scores(lowest_B, *found) for found in probed)
         ranks = []
         for scores_B, items in zip(each, rows, strict=True):

@@ -137,9 +137,11 @@ class Ivf(Generator["Ivf.Spec"]):
             vectors_TD, 1 << round(np.log2(num_centroids) / 2), iterations=ITERATIONS[0], **options
         )
         nearest_T = nearest(torch.from_numpy(vectors_TD), torch.from_numpy(coarse_AD)).numpy()
+        order_T = np.argsort(nearest_T, kind="stable")
+        bounds = np.searchsorted(nearest_T[order_T], np.arange(1, len(coarse_AD)))
         fine = []
-        for number, centre_D in enumerate(coarse_AD):
-            members = vectors_TD[nearest_T == number]
+        for centre_D, rows in zip(coarse_AD, np.split(order_T, bounds), strict=True):
+            members = vectors_TD[rows]
             share = len(members) * num_centroids // len(vectors_TD)
             if share > 1:
                 fine.append(kmeans(members, share, iterations=ITERATIONS[1], **options))

@@ -91,6 +91,27 @@ def test_numbers_of_lists_have_the_wanted_recall(index, monkeypatch):
     assert stored["probes"] and stored["recall"] == 0.98
 
 
+def test_more_lists_are_probed_for_items_unlike_the_query(index, monkeypatch):
+    """Of the worse half of the items, the best are in few of the probed lists."""
+    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    monkeypatch.setattr(score, "numbers_for", lambda *given: (100, 4))
+
+    def recall() -> float:
+        shares = []
+        for query in queries(10):
+            (ranking,) = index.searcher.rank([query], k=NUM_ITEMS, candidates="exact")
+            worse = ranking.item_ids[NUM_ITEMS // 2 :]
+            options = {"ids": worse, "k": 10, "candidates": "ivf"}
+            (hits,) = index.searcher.rank([query], **options)
+            assert len(hits.item_ids) == 10
+            shares.append(len({*hits.item_ids} & {*worse[:10]}) / 10)
+        return float(np.mean(shares))
+
+    found = recall()
+    monkeypatch.setattr(score, "MAX_PROBES", 0)
+    assert recall() + 0.2 < found > 0.6
+
+
 def test_past_queries_measure_only_if_there_are_enough():
     few, many = list("ab"), [str(i) for i in range(300)]
     assert split_queries(few) == (few, few)

@@ -92,7 +92,7 @@ def test_numbers_of_lists_have_the_wanted_recall(index, monkeypatch):
 
 
 def test_more_lists_are_probed_for_items_unlike_the_query(index, monkeypatch):
-    """Of the worse half of the items, the best are in few of the probed lists."""
+    """Items of the worse half are in few of the probed lists."""
     monkeypatch.setattr(score, "EXACT_ITEMS", 0)
     monkeypatch.setattr(score, "numbers_for", lambda *given: (100, 4))
 

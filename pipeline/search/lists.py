@@ -80,7 +80,9 @@ class Lists:
         import faiss
 
         num_probes = min(num_probes, self.num_lists)
-        parameters = faiss.SearchParametersHNSW(efSearch=num_probes + EXTRA)
+        parameters = faiss.SearchParametersHNSW(  # type: ignore[attr-defined]
+            efSearch=num_probes + EXTRA
+        )
         tokens = np.concatenate([query.numpy() for query in queries])
         sim_MP, list_MP = self._graph.search(tokens, num_probes, params=parameters)
         is_missing = list_MP < 0  # the graph may find fewer

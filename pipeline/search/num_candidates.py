@@ -51,26 +51,27 @@ def measure(
     searcher = Searcher(index, shard=(0, shards))
     encoded = searcher.queries(list(queries), representation)
     best = searcher.rank(encoded, representation, k=max(DEPTHS), candidates=EXACT)
-    is_ivf = index.candidates_columns[column].generator_name == IVF
-    found: list[tuple[int | None, list[int]]] = []
-    for num_probes in PROBES if is_ivf else (None,):
+
+    def counts(num_probes: int | None = None) -> list[int]:
         ranks: list[np.ndarray] = []  # of the best items of each query
         for first in range(0, len(encoded), BATCH):
             batch = encoded.part(first, first + BATCH)
             rows = [ranking.rows for ranking in best[first : first + BATCH]]
             ranks += searcher.scorer.ranks(batch, column, rows, num_probes)
         loss = 1 - recall
-        counts = [shards * _number(np.concatenate([r[:n] for r in ranks]), loss) for n in DEPTHS]
-        found.append((num_probes, counts))
-    if not is_ivf:
-        return Numbers(recall, len(index), found[0][1])
+        return [shards * _number(np.concatenate([r[:n] for r in ranks]), loss) for n in DEPTHS]
+
+    if index.candidates_columns[column].generator_name != IVF:
+        return Numbers(recall, len(index), counts())
     packed = searcher.scorer.vectors(representation)
-    item_vectors, num_tokens = packed.num_vectors / max(len(packed), 1), np.mean(encoded.num_tokens)
-    chosen = [
-        min((ivf_time(p, num_tokens, counts[i], item_vectors), p, counts[i]) for p, counts in found)
+    item_vectors = packed.num_vectors / max(len(packed), 1)
+    num_tokens = sum(encoded.num_tokens) / len(encoded)
+    found = {num_probes: counts(num_probes) for num_probes in PROBES}
+    probes = [
+        min(found, key=lambda p: ivf_time(p, num_tokens, found[p][i], item_vectors))
         for i in range(len(DEPTHS))
     ]
-    return Numbers(recall, len(index), [c for *_, c in chosen], [p for _, p, _ in chosen])
+    return Numbers(recall, len(index), [found[p][i] for i, p in enumerate(probes)], probes)
 
 
 def _number(ranks: np.ndarray, loss: float) -> int:

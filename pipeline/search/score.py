@@ -413,6 +413,7 @@ class Scorer:
             all_rows = np.arange(len(self._items)) if rows is None else rows
             coded = np.setdiff1d(all_rows, unscored, assume_unique=True)
         groups = self._items.parent_codes if options.group_by else None
+        approximate: Iterable[tuple[np.ndarray, np.ndarray]]
         if generator == IVF:
             approximate = self._probe(column, queries.tokens, coded, num_probes, num)
         else:

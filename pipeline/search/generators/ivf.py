@@ -23,8 +23,8 @@ from pipeline.search.generators import Generator, Sample
 #: minimum number of vectors of the sample. With 4 instead of 64, three times as many candidates are
 #: necessary.
 VECTORS_PER_CENTROID, MIN_SAMPLE = 64, 16
-#: Numbers of iterations of k-means of the coarse and the fine centroids.
-ITERATIONS = (8, 5)
+#: Number of iterations of k-means.
+ITERATIONS = 6
 #: Number of neighbours of a centroid in the graph, and of those compared when it is built.
 NEIGHBOURS, CONSTRUCTION = 16, 80
 
@@ -132,10 +132,10 @@ class Ivf(Generator["Ivf.Spec"]):
         if len(vectors_TD) < num_centroids:
             rule = f"at most {len(vectors_TD)}, the number of vectors in the sample to fit on"
             raise SpecError("num_centroids", num_centroids, rule)
-        options = {"seed": spec.seed, "spherical": is_normalised(vectors_TD)}
-        coarse_AD = kmeans(
-            vectors_TD, 1 << round(np.log2(num_centroids) / 2), iterations=ITERATIONS[0], **options
+        cluster = functools.partial(
+            kmeans, seed=spec.seed, spherical=is_normalised(vectors_TD), iterations=ITERATIONS
         )
+        coarse_AD = cluster(vectors_TD, 1 << round(np.log2(num_centroids) / 2))
         nearest_T = nearest(torch.from_numpy(vectors_TD), torch.from_numpy(coarse_AD)).numpy()
         order_T = np.argsort(nearest_T, kind="stable")
         bounds = np.searchsorted(nearest_T[order_T], np.arange(1, len(coarse_AD)))
@@ -144,7 +144,7 @@ class Ivf(Generator["Ivf.Spec"]):
             members = vectors_TD[rows]
             share = len(members) * num_centroids // len(vectors_TD)
             if share > 1:
-                fine.append(kmeans(members, share, iterations=ITERATIONS[1], **options))
+                fine.append(cluster(members, share))
             else:
                 fine.append(centre_D[None])
         firsts = np.cumsum([0, *map(len, fine)])

@@ -71,7 +71,8 @@ MIN_PANEL = 12
 #: Largest value of a query of one token, and the smallest scale that is divided by.
 MAX_INT16, TINY = torch.iinfo(torch.int16).max, torch.finfo(torch.float32).tiny
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 _pointer = ctypes.c_void_p
 _FOUND = np.dtype([("score", np.float32), ("document", np.int32)])

@@ -153,7 +153,11 @@ def format_status(summary: dict[str, Any]) -> str:
         lines.append(f"candidates: {name}, revision {codes['revision']}, {coded}")
         if numbers := codes["numbers"]:
             counts = " and ".join(f"{count:,}" for count in numbers["counts"])
-            lines.append(f"  {counts} candidates for 10 and 100 hits, recall {numbers['recall']:g}")
+            line = f"  {counts} candidates for 10 and 100 hits, recall {numbers['recall']:g}"
+            if numbers.get("probes"):
+                probes = " and ".join(f"{probes:,}" for probes in numbers["probes"])
+                line += f", from {probes} lists per query token"
+            lines.append(line)
     if summary["taps"]:
         lines.append(f"attention statistics: {', '.join(summary['taps'])}")
     if tokens := summary["rerank_tokens"]:

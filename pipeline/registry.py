@@ -284,12 +284,15 @@ CODECS: Registry[Codec[Any]] = Registry(
 CANDIDATES: Registry[Generator[Any] | Bm25] = Registry(
     "candidates",
     {
-        "bits": "pipeline.search.generators.bits:BitVectors",
         "bm25": "pipeline.search.generators.bm25:Bm25",
-        "centroids": "pipeline.search.generators.centroids:Centroids",
+        "ivf": "pipeline.search.generators.ivf:Ivf",
         "lemur": "pipeline.search.generators.lemur:Lemur",
     },
-    {"pq": "was replaced by bits: add candidates with that generator"},
+    {
+        "bits": "was removed, because it is slower than exact scores: use ivf or lemur",
+        "centroids": "was replaced by ivf: add candidates with that generator",
+        "pq": "was removed, because it is slower than exact scores: use ivf or lemur",
+    },
 )
 RERANKERS: Registry[Reranker[Any]] = Registry(
     "rerankers",

@@ -14,21 +14,24 @@ if TYPE_CHECKING:  # imports Lance
 #: Value of the option `candidates` that chooses by the size of the index, see `default_candidates`,
 #: and value that scores all items.
 AUTO, EXACT = "auto", "exact"
-#: Generator that is used by default: the fastest one at every recall (docs/results/candidates.md).
-LEMUR = "lemur"
+#: Generators that are used by default, the second one if the first was not built.
+IVF, LEMUR = "ivf", "lemur"
 #: Maximum number of vectors that are all scored by default. On two cores, 2 million vectors take 25
 #: ms with AVX-512 and 117 ms with AVX2, and the search with `lemur` 5 and 13 ms.
 EXACT_VECTORS = 2_000_000
+#: Default number of probed lists per query token of `ivf`, if it was not measured.
+DEFAULT_PROBES = 32
+#: CPU times in microseconds with AVX-512 of a probed list, and of the exact score of a vector of a
+#: candidate (docs/results/candidates.md).
+PROBE_TIME, VECTOR_TIME = 1.7, 0.035
 #: Vectors of an item whose number is not fixed, as an estimate: the tokens of a passage of text.
 VECTORS_PER_ITEM = 200
 #: Generator that scores the single vectors of the items. It needs no column of codes.
 SINGLE = "single"
 #: Generator of the BM25 scores of fused search.
 BM25 = "bm25"
-#: Separators of the generators of a union, and of the steps of one of its members.
-UNION, STEP = "+", ":"
-#: Number of items that a step finds per candidate if another step follows, unless it was measured.
-ITEMS_PER_CANDIDATE = 32
+#: Separator of the generators of a union.
+UNION = "+"
 #: Numbers of hits for which numbers of items are measured.
 DEPTHS = (10, 100)
 #: Default minimum number of candidates, and their number per hit. On 117,659 definitions, `lemur`
@@ -46,43 +49,60 @@ class Numbers(NamedTuple):
         recall: Wanted share of the exact results.
         items: Number of items of the index when they were measured.
         counts: Number of found items for each of `DEPTHS`.
+        probes: Number of probed lists per query token for each of `DEPTHS`, or None without lists.
     """
 
     recall: float
     items: int
     counts: list[int]
+    probes: list[int] | None = None
 
-    def for_hits(self, k: int, num_items: int) -> int:
-        """Returns the number for k hits in an index that may have grown since.
+    def for_hits(self, k: int, num_items: int) -> tuple[int, int | None]:
+        """Returns both numbers for k hits in an index that may have grown since.
 
-        >>> Numbers(0.98, 1000, [50, 150]).for_hits(200, 2000)
-        600
+        >>> Numbers(0.98, 1000, [50, 150], [16, 32]).for_hits(400, 2000)
+        (1200, 64)
         """
         depth = next((i for i, depth in enumerate(DEPTHS) if k <= depth), len(DEPTHS) - 1)
-        factor = max(1, num_items / max(self.items, 1)) * max(1, k / DEPTHS[depth])
-        return max(k, round(factor * self.counts[depth]))
+        more = max(1, k / DEPTHS[depth])
+        growth = max(1, num_items / max(self.items, 1))  # lists grow as well
+        probes = None if self.probes is None else round(more**0.5 * self.probes[depth])
+        return max(k, round(growth * more * self.counts[depth])), probes
 
 
-def default_number(k: int, num_items: int, *, has_steps: bool) -> int:
+def default_number(k: int, num_items: int) -> int:
     """Returns the default number of candidates for k hits if it was not measured."""
-    share = 0 if has_steps else num_items // ITEMS_PER_DEFAULT_CANDIDATE
-    return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * k, share)
+    return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * k, num_items // ITEMS_PER_DEFAULT_CANDIDATE)
 
 
-def step_numbers(
-    index: IndexReader, columns: dict[str, str], steps: list[str], k: int, num: int | None
-) -> list[int]:
-    """Returns the number of items that each step finds.
+def numbers_for(
+    index: IndexReader, column: str, k: int, num: int | None, share: float = 1.0
+) -> tuple[int, int]:
+    """Returns the number of candidates of a generator for k hits, and of probed lists per token.
 
-    They are the measured ones, unless `num`, that of the last step, is given or they are unknown.
+    They are the measured ones. If more than the measured number of candidates are requested,
+    the number of probed lists grows in proportion.
+
+    Args:
+        share: Share of the items that satisfy a filter. The lists are probed for the k best of
+            them, which are among the k / share best of all if they resemble the others.
     """
-    stored = [index.candidates_columns.get(columns[step]) for step in steps]
-    measured = [info.numbers for info in stored if info is not None and info.numbers]
-    if num is None and len(measured) == len(steps):
-        return [Numbers(**numbers).for_hits(k, len(index)) for numbers in measured]
-    if num is None:
-        num = default_number(k, len(index), has_steps=len(steps) > 1)
-    return [num * ITEMS_PER_CANDIDATE] * (len(steps) - 1) + [num]
+    info = index.candidates_columns.get(column)
+    if info is None or not info.numbers:
+        return num or default_number(k, len(index)), DEFAULT_PROBES
+    numbers = Numbers(**info.numbers)
+    measured, probes = numbers.for_hits(k, len(index))
+    if share < 1:
+        _, probes = numbers.for_hits(round(k / share), len(index))
+    more = 1 if num is None else max(1, num / measured)
+    return num or measured, round(more * (probes or DEFAULT_PROBES))
+
+
+def ivf_time(
+    num_probes: float, num_tokens: float, num_candidates: float, item_vectors: float
+) -> float:
+    """Estimates the CPU time of a query with `ivf` in microseconds."""
+    return PROBE_TIME * num_probes * num_tokens + VECTOR_TIME * num_candidates * item_vectors
 
 
 def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:
@@ -102,21 +122,22 @@ def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:
 def default_candidates(index: IndexReader, info: RepresentationInfo, device: str = "cpu") -> str:
     """Returns the default of the option `candidates` for the score `maxsim`.
 
-    It is `lemur` if that was built and an exact search is slow: on a CPU, above `EXACT_VECTORS`
-    vectors. A GPU scores 16 million vectors in 15 ms.
+    It is `ivf`, or else `lemur`, if that was built and an exact search is slow: on a CPU, above
+    `EXACT_VECTORS` vectors. A GPU scores 16 million vectors in 15 ms.
     """
-    is_slow = _is_slow(index, info, device)
-    return LEMUR if is_slow and LEMUR in generators(index, info) else EXACT
+    built = generators(index, info) if _is_slow(index, info, device) else {}
+    return next((name for name in (IVF, LEMUR) if name in built), EXACT)
 
 
 def slow_search_hint(
     index: IndexReader, info: RepresentationInfo, device: str = "cpu"
 ) -> str | None:
     """Returns a line that suggests a candidate generator if all searches are exact and slow."""
-    if not _is_slow(index, info, device) or LEMUR in generators(index, info):
+    built = generators(index, info)
+    if not _is_slow(index, info, device) or IVF in built or LEMUR in built:
         return None
     uri = shlex.quote(index.uri)
-    command = f"maxray add candidates {uri} {LEMUR} representation={info.column}"
+    command = f"maxray add candidates {uri} {IVF} representation={info.column}"
     return f"each search scores all {len(index):,} items; `{command}` makes searches faster"
 
 
@@ -125,27 +146,17 @@ def _is_slow(index: IndexReader, info: RepresentationInfo, device: str) -> bool:
     return device == "cpu" and num_vectors > EXACT_VECTORS
 
 
-def generator_steps(candidates: str) -> list[list[str]]:
-    """Returns the generators of the steps of each member of a union.
-
-    >>> generator_steps("lemur:bits+bm25")
-    [['lemur', 'bits'], ['bm25']]
-    """
-    return [member.split(STEP) for member in candidates.split(UNION)]
-
-
 def generator_columns(
     index: IndexReader, info: RepresentationInfo, candidates: str
 ) -> dict[str, str]:
-    """Returns the columns of the generators of a value such as `lemur:bits+bm25`, by generator.
+    """Returns the columns of the generators of a value such as `lemur+bm25`, by generator.
 
     Raises:
-        SpecError: A generator was not built for the representation or for other vectors, occurs
-            twice, or cannot follow another.
+        SpecError: A generator was not built for the representation or for other vectors, or occurs
+            twice.
     """
     columns = generators(index, info)
-    members = generator_steps(candidates)
-    names = [name for steps in members for name in steps]
+    names = candidates.split(UNION)
     for name in names:
         if name not in columns:
             problem = f"was not built for {info.column}"
@@ -156,13 +167,10 @@ def generator_columns(
                 note = "; fit it again with `maxray add candidates INDEX GENERATOR --refit`"
             if len(names) > 1:
                 problem = f"contains {name!r}, which {problem}"
-                rule = f"generators of {', '.join(columns)}, joined by {UNION} or {STEP}"
+                rule = f"generators of {', '.join(columns)}, joined by {UNION}"
             else:
                 rule = f"one of {', '.join((EXACT, *columns))}"
             raise SpecError("candidates", candidates, rule, problem, note)
     if len(set(names)) < len(names):
         raise SpecError("candidates", candidates, "different generators", "repeats a generator")
-    if any(BM25 in steps[1:] for steps in members):
-        problem = f"has {BM25} after {STEP}"
-        raise SpecError("candidates", candidates, "a generator of vectors", problem)
     return {name: columns[name] for name in names}

@@ -37,8 +37,6 @@ from pipeline.search.query import AnyQuery
 
 log = logging.getLogger("maxray.candidates")
 
-#: Number of rows whose codes are computed together.
-BATCH_ROWS = 1024
 #: Maximum number of items on which the remarks about a generator are based.
 REMARK_ITEMS = 4096
 
@@ -59,7 +57,8 @@ class CandidatesJobSpec(Spec):
     `jobs.search`, or vectors (.npy or .parquet) as for `--query-vectors`. By default, passages of
     the items' texts are used, or vectors of the items."""
     fit_items: PositiveInt = 16384
-    """Maximum number of items of the sample. It also ends when it has a million vectors."""
+    """Maximum number of items of the sample, which also ends when it has a million vectors. That of
+    `ivf` has at least 35 % of the items, and up to four million vectors."""
     fit_tokens: PositiveInt = 16384
     """Number of token vectors of queries in the sample."""
     fit_seed: int = Field(0, ge=0, lt=2**32)
@@ -98,9 +97,9 @@ class FillCodes(FragmentActor):
 
     def compute(self, number: int, table: pa.Table) -> tuple[pa.Table, int]:
         """Computes the codes in batches, whose rows do not depend on what was interrupted."""
-        tables = []
-        for first in range(0, table.num_rows, BATCH_ROWS):
-            rows = table.slice(first, BATCH_ROWS)
+        tables, size = [], self.generator.batch_rows
+        for first in range(0, table.num_rows, size):
+            rows = table.slice(first, size)
             codes = self.generator.codes(rows[self.info.representation], self._decode)
             tables.append(pa.table([rows["_rowid"], codes], names=["_rowid", self.info.name]))
         return pa.concat_tables(tables), 0
@@ -164,10 +163,8 @@ class Candidates(AddedColumns):
         report: Callable[[str], None],
     ) -> None:
         spec, pool = self.spec, self.resources.fit
-        fit: Callable[..., dict[str, np.ndarray]] = _fit
-        num_items = min(spec.fit_items, len(index))
-        if spec.generator.name == BM25:
-            fit, num_items = _fit_texts, len(index)
+        fit = _fit_texts if spec.generator.name == BM25 else _fit
+        num_items = _num_fit_items(spec, len(index))
         report(f"fitting {spec.generator.name} to {num_items:,} items")
         with session.monitor.phase(f"fit {spec.generator.name}"):
             artefact = session.run(pool, fit, spec, source, list(split_queries(self.queries)[0]))
@@ -217,6 +214,8 @@ class Candidates(AddedColumns):
         )
         pairs = zip(numbers.counts, DEPTHS, strict=True)
         found = " and ".join(f"{count:,} for {depth} hits" for count, depth in pairs)
+        if numbers.probes:
+            found += f", from {' and '.join(map(str, numbers.probes))} lists per query token"
         seconds = f"{time.perf_counter() - start:.1f} s"
         name, recall = info.generator_name, f"{numbers.recall:g}"
         report(f"{name} needs these candidates for recall {recall}: {found} ({seconds})")
@@ -299,17 +298,24 @@ def _remarks(index: IndexReader, column: str) -> list[str]:
 def _fit(
     spec: CandidatesJobSpec, representation: str, queries: list[AnyQuery]
 ) -> dict[str, np.ndarray]:
+    kind: Any = CANDIDATES.load(spec.generator.name)
+    index = IndexReader(spec.index)
     sample = draw_sample(
-        IndexReader(spec.index),
+        index,
         representation,
         queries,
-        num_items=spec.fit_items,
+        num_items=_num_fit_items(spec, len(index)),
         num_tokens=spec.fit_tokens,
         seed=spec.fit_seed,
+        max_vectors=kind.max_sample_vectors,
     )
-    kind: Any = CANDIDATES.load(spec.generator.name)
     with within("generator"):
         return kind.fit(spec.generator, sample)
+
+
+def _num_fit_items(spec: CandidatesJobSpec, num_items: int) -> int:
+    share = CANDIDATES.load(spec.generator.name).sample_share
+    return min(max(spec.fit_items, int(share * num_items)), num_items)
 
 
 def _measure(spec: CandidatesJobSpec, column: str, queries: list[AnyQuery]) -> Numbers | None:

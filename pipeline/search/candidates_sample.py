@@ -35,6 +35,7 @@ def draw_sample(
     num_items: int,
     num_tokens: int,
     seed: int,
+    max_vectors: int = MAX_VECTORS,
 ) -> Sample:
     """Draws a sample of items, and token vectors that resemble those of queries.
 
@@ -42,7 +43,7 @@ def draw_sample(
     texts if the query encoder accepts texts, and otherwise vectors of the items.
 
     Args:
-        num_items: Maximum number of items. There are fewer if they have `MAX_VECTORS` vectors.
+        num_items: Maximum number of items. There are fewer if they have `max_vectors` vectors.
         num_tokens: Maximum number of token vectors.
 
     Raises:
@@ -52,7 +53,7 @@ def draw_sample(
     rng = np.random.default_rng(seed)
     has_texts = "text" in info.encoder.query_kinds and info.text_column in index.schema.names
     columns = [info.column, *([info.text_column] if has_texts and not queries else [])]
-    table = _draw_items(index, info, columns, rng.permutation(len(index))[:num_items])
+    table = _draw_items(index, info, columns, rng.permutation(len(index))[:num_items], max_vectors)
     vectors_TD, lengths_B = index.codec(representation).decode(table[info.column], info.dim)
     if not len(vectors_TD):
         problem = "has no vectors"
@@ -70,13 +71,18 @@ def draw_sample(
         queries_SD[order].float(),
         torch.from_numpy(vectors_TD).float(),
         torch.from_numpy(lengths_B[filled]),
+        len(index),
     )
 
 
 def _draw_items(
-    index: IndexReader, info: RepresentationInfo, columns: list[str], rows: np.ndarray
+    index: IndexReader,
+    info: RepresentationInfo,
+    columns: list[str],
+    rows: np.ndarray,
+    max_vectors: int,
 ) -> pa.Table:
-    """Reads rows that have the representation until there are `MAX_VECTORS` vectors."""
+    """Reads rows that have the representation until there are `max_vectors` vectors."""
     tables = [index.schema.empty_table().select(columns)]
     num_vectors = 0
     for first in range(0, len(rows), READ_ROWS):
@@ -86,7 +92,7 @@ def _draw_items(
         table = table.filter(pa.compute.field(info.column).is_valid())
         tables.append(table)
         num_vectors += pa.compute.sum(pa.compute.list_value_length(table[info.column])).as_py() or 0
-        if num_vectors >= MAX_VECTORS:
+        if num_vectors >= max_vectors:
             break
     return pa.concat_tables(tables)
 

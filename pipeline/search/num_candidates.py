@@ -1,7 +1,8 @@
 """Numbers of candidates, by the measured recall of the exact results on an index.
 
 The number of a generator is the smallest such that the items with its best scores contain a wanted
-share of the exact best items of a sample of queries.
+share of the exact best items of a sample of queries. For `ivf`, it is measured for several numbers
+of probed lists, and the one with the lowest estimated time is chosen.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import numpy as np
 
 from pipeline.index.isotropy import sample_vectors
 from pipeline.index.reader import IndexReader
-from pipeline.search.candidates import DEPTHS, EXACT, Numbers
+from pipeline.search.candidates import DEPTHS, EXACT, IVF, Numbers, ivf_time
 from pipeline.search.query import AnyQuery
 from pipeline.search.searcher import Searcher
 
 #: Maximum number of queries. Given ones are left out of the sample for the fit if there are enough.
 NUM_QUERIES, MIN_GIVEN = 64, 256
+#: Numbers of probed lists per query token that are compared for `ivf`.
+PROBES = (8, 16, 32, 64, 128, 256)
 #: Number of queries that are scored together, which bounds the size of the score matrix.
 BATCH = 4
 #: Maximum number of items that are searched: one shard of a larger index.
@@ -48,14 +51,27 @@ def measure(
     searcher = Searcher(index, shard=(0, shards))
     encoded = searcher.queries(list(queries), representation)
     best = searcher.rank(encoded, representation, k=max(DEPTHS), candidates=EXACT)
-    ranks: list[np.ndarray] = []  # of the best items of each query
-    for first in range(0, len(encoded), BATCH):
-        batch = encoded.part(first, first + BATCH)
-        rows = [ranking.rows for ranking in best[first : first + BATCH]]
-        ranks += searcher.scorer.ranks(batch, column, rows)
-    loss = 1 - recall
-    counts = [shards * _number(np.concatenate([r[:n] for r in ranks]), loss) for n in DEPTHS]
-    return Numbers(recall, len(index), counts)
+
+    def counts(num_probes: int | None = None) -> list[int]:
+        ranks: list[np.ndarray] = []  # of the best items of each query
+        for first in range(0, len(encoded), BATCH):
+            batch = encoded.part(first, first + BATCH)
+            rows = [ranking.rows for ranking in best[first : first + BATCH]]
+            ranks += searcher.scorer.ranks(batch, column, rows, num_probes)
+        loss = 1 - recall
+        return [shards * _number(np.concatenate([r[:n] for r in ranks]), loss) for n in DEPTHS]
+
+    if index.candidates_columns[column].generator_name != IVF:
+        return Numbers(recall, len(index), counts())
+    packed = searcher.scorer.vectors(representation)
+    item_vectors = packed.num_vectors / max(len(packed), 1)
+    num_tokens = sum(encoded.num_tokens) / len(encoded)
+    found = {num_probes: counts(num_probes) for num_probes in PROBES}
+    probes = [
+        min(found, key=lambda p: ivf_time(p, num_tokens, found[p][i], item_vectors))
+        for i in range(len(DEPTHS))
+    ]
+    return Numbers(recall, len(index), [found[p][i] for i, p in enumerate(probes)], probes)
 
 
 def _number(ranks: np.ndarray, loss: float) -> int:

@@ -13,11 +13,10 @@ from pipeline.search.candidates import (
     BM25,
     EXACT,
     SINGLE,
-    STEP,
+    UNION,
     default_candidates,
     default_number,
     generator_columns,
-    generator_steps,
     generators,
 )
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, Fusion
@@ -217,7 +216,7 @@ class SearchOptions(Spec):
         """Returns the number of candidates per query in an index with this number of items."""
         if self.num_candidates is not None:
             return self.num_candidates
-        return default_number(self.k, num_items, has_steps=STEP in self.candidates)
+        return default_number(self.k, num_items)
 
     def first_stage(self, top: int = 0) -> SearchOptions:
         """Returns the options of the first stage, which finds the items to rerank.
@@ -251,7 +250,7 @@ class SearchOptions(Spec):
 
     def check_candidates(self, queries: Queries) -> None:
         """Raises `SpecError` if the queries lack single vectors or texts that candidates need."""
-        names = [name for steps in generator_steps(self.candidates) for name in steps]
+        names = self.candidates.split(UNION)
         problem = None
         if BM25 in names and queries.texts is None:
             problem = "needs the text of the query"

@@ -37,13 +37,14 @@ from pipeline.search.cache import packed_column
 from pipeline.search.candidates import (
     BM25,
     EXACT,
+    IVF,
     SINGLE,
     generator_columns,
-    generator_steps,
-    step_numbers,
+    numbers_for,
 )
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
 from pipeline.search.generators.bm25 import Postings, encode
+from pipeline.search.lists import Lists
 from pipeline.search.maxsim import best_scores, maxsim
 from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
@@ -60,6 +61,9 @@ SLICE_PAIRS = 1 << 27
 #: Maximum number of selected items that are all scored although a candidate generator is requested.
 #: On two cores, 4,096 items of 32 int8 vectors take as long as 500 candidates of `lemur`.
 EXACT_ITEMS = 4096
+#: Factor by which the number of probed lists grows for queries with too few items, until there are
+#: at least this many.
+MORE_PROBES, MAX_PROBES = 4, 1024
 #: Number of prefixes whose views are cached. A view holds two offsets per item, and clients may
 #: request any prefix.
 MAX_PREFIXES = 16
@@ -152,20 +156,22 @@ class Scorer:
         self._cache, self._device = cache, device
         self._packed: dict[str, PackedVectors] = {}
         self._postings: dict[str, Postings] = {}
+        self._lists: dict[str, Lists] = {}
         self._uncoded_rows: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
         self._prefix = functools.lru_cache(MAX_PREFIXES)(PackedVectors.prefix)
 
     def load(self, representation: str, score: Score = "maxsim", candidates: str = EXACT) -> None:
         """Opens the vectors that a score and a candidate generator need."""
         for column in self._columns(representation, score, candidates):
-            self.codes(column)
+            self.lists(column) if self._is_ivf(column) else self.codes(column)
 
     def is_loaded(
         self, representation: str, score: Score = "maxsim", candidates: str = EXACT
     ) -> bool:
         """Checks whether the vectors that a score and a generator need have been opened."""
         columns = self._columns(representation, score, candidates)
-        return all(column in self._packed or column in self._postings for column in columns)
+        opened = self._packed.keys() | self._postings.keys()
+        return all(c in (self._lists if self._is_ivf(c) else opened) for c in columns)
 
     def num_scored_vectors(self, options: SearchOptions) -> int:
         """Returns the number of vectors with which each query token is compared, as an estimate."""
@@ -176,8 +182,7 @@ class Scorer:
             return packed.num_vectors
         info = self._index.representation(options.column)
         columns = generator_columns(self._index, info, options.candidates)
-        members = generator_steps(options.candidates)
-        codes = [self.codes(columns[steps[0]]) for steps in members]
+        codes = [self.codes(column) for column in columns.values() if not self._is_ivf(column)]
         num_candidates = min(sum(self._nums_candidates(options)), len(packed))
         share = num_candidates / max(len(packed), 1)
         return sum(opened.num_vectors for opened in codes) + int(share * packed.num_vectors)
@@ -216,7 +221,7 @@ class Scorer:
                 column,
                 self._items.fragments,
                 cache=self._cache,
-                device=self._device,
+                device="cpu" if self._is_ivf(column) else self._device,
                 on_corruption=close,
             )
         return self._packed[column]
@@ -246,8 +251,19 @@ class Scorer:
         is_bm25 = info is not None and info.generator_name == BM25
         return self.postings(column) if is_bm25 else self.packed(column)
 
+    def lists(self, column: str) -> Lists:
+        """Returns the inverted lists of a column of the generator `ivf`, which are in memory."""
+        if column not in self._lists:
+            self._lists[column] = Lists(self._index.generator(column), self.packed(column))
+        return self._lists[column]
+
+    def _is_ivf(self, column: str) -> bool:
+        info = self._index.candidates_columns.get(column)
+        return info is not None and info.generator_name == IVF
+
     def _close(self, column: str) -> None:
         self._packed.pop(column, None)
+        self._lists.pop(column, None)
         self._prefix.cache_clear()
 
     def item_vectors(self, representation: str, rows: np.ndarray) -> list[torch.Tensor]:
@@ -371,11 +387,8 @@ class Scorer:
         info = self._index.representation(options.column)
         columns = generator_columns(self._index, info, options.candidates)
         found: list[np.ndarray] = []
-        for steps in generator_steps(options.candidates):
-            more: Any = rows
-            numbers = step_numbers(self._index, columns, steps, options.k, options.num_candidates)
-            for step, num in zip(steps, numbers, strict=True):
-                more = self._generate(step, columns[step], queries, options, more, num)
+        for name, column in columns.items():
+            more = self._generate(name, column, queries, options, rows)
             found = [np.union1d(*pair) for pair in zip(found, more, strict=True)] if found else more
         if any(len(candidates) < options.k for candidates in found):
             all_rows = np.arange(len(self._items)) if rows is None else rows
@@ -388,30 +401,51 @@ class Scorer:
         column: str,
         queries: Queries,
         options: SearchOptions,
-        rows: Rows | list[np.ndarray],
-        num: int,
+        rows: Rows,
     ) -> list[np.ndarray]:
-        """Finds the items whose codes match each query best, and those without a code.
-
-        `rows` can be a list with the items of each query, which another generator found.
-        """
+        """Finds the items whose codes match each query best, and those without a code."""
+        share = 1.0 if rows is None else len(rows) / max(len(self._items), 1)
+        given = options.k, options.num_candidates
+        num, num_probes = numbers_for(self._index, column, *given, share)
         uncoded, unscored = self._uncoded(column, options)
         coded = rows
-        if len(unscored) and isinstance(rows, list):
-            coded = [np.setdiff1d(part, unscored, assume_unique=True) for part in rows]
-        elif len(unscored):
+        if len(unscored):
             all_rows = np.arange(len(self._items)) if rows is None else rows
             coded = np.setdiff1d(all_rows, unscored, assume_unique=True)
         groups = self._items.parent_codes if options.group_by else None
-        found = [
-            best_rows(scores, items, num, groups)
-            for items, scores in self._approximate(generator, column, queries, coded, num, groups)
-        ]
+        approximate: Iterable[tuple[np.ndarray, np.ndarray]]
+        if generator == IVF:
+            approximate = self._probe(column, queries.tokens, coded, num_probes, num)
+        else:
+            approximate = self._approximate(generator, column, queries, coded, num, groups)
+        found = [np.sort(best_rows(scores, items, num, groups)) for items, scores in approximate]
         if len(uncoded):
-            parts = rows if isinstance(rows, list) else [rows]
-            more = [uncoded if part is None else np.intersect1d(uncoded, part) for part in parts]
-            more = more if isinstance(rows, list) else more * len(queries)
-            found = [np.union1d(*pair) for pair in zip(found, more, strict=True)]
+            more = uncoded if rows is None else np.intersect1d(uncoded, rows)
+            found = [np.union1d(candidates, more) for candidates in found]
+        return found
+
+    def _probe(
+        self, column: str, queries: list[torch.Tensor], rows: Rows, num_probes: int, num: int = 0
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the items in the probed lists of each query, and their scores.
+
+        More lists are probed for queries with fewer than `num` items, for example if a filter
+        selects items that are unlike the query.
+        """
+        lists, is_selected = self.lists(column), None
+        if rows is not None:
+            is_selected = np.zeros(len(self._items), bool)
+            is_selected[rows] = True
+        found = []
+        for items, scores in lists.search(queries, num_probes):
+            chosen = slice(None) if is_selected is None else is_selected[items]
+            found.append((items[chosen], scores[chosen]))
+        few = [number for number, (items, _) in enumerate(found) if len(items) < num]
+        if few and num_probes < min(MAX_PROBES, lists.num_lists):
+            tokens = [queries[number] for number in few]
+            more = self._probe(column, tokens, rows, MORE_PROBES * num_probes, num)
+            for number, pair in zip(few, more, strict=True):
+                found[number] = pair
         return found
 
     def _approximate(
@@ -419,13 +453,12 @@ class Scorer:
         generator: str,
         column: str,
         queries: Queries,
-        rows: Rows | list[np.ndarray],
+        rows: Rows,
         num: int,
         groups: np.ndarray | None,
     ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
         """Yields the items whose codes can be among the best for each query, and their scores."""
         if generator == BM25:
-            assert not isinstance(rows, list)
             for scores_R in self._bm25_scores(column, queries, rows):
                 index = np.flatnonzero(scores_R > 0)
                 yield index if rows is None else rows[index], scores_R[index]
@@ -443,25 +476,40 @@ class Scorer:
         transform = fitted.codec.transform_queries
         return [transform(tokens) for tokens in fitted.queries(queries.tokens)]
 
-    def ranks(self, queries: Queries, column: str, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def ranks(
+        self,
+        queries: Queries,
+        column: str,
+        rows: Sequence[np.ndarray],
+        num_probes: int | None = None,
+    ) -> list[np.ndarray]:
         """Returns the ranks (R,) of some items of each query by the scores of their codes.
 
         Items with equal scores have the worst of their ranks, and those without a code rank 0.
+
+        Args:
+            num_probes: Number of probed lists per query token, for `ivf`.
         """
-        scores_QB = _maxsim(self._code_queries(column, queries), self.packed(column), None)
+        each: Iterable[np.ndarray]
+        if num_probes is None:
+            tokens = self._code_queries(column, queries)
+            each = _maxsim(tokens, self.packed(column), None).numpy(force=True)
+        else:
+            lowest_B = np.where(self.packed(column).is_coded, 0, -np.inf).astype(np.float32)
+            probed = self._probe(column, queries.tokens, None, num_probes)
+            each = (_with_scores(lowest_B, *found) for found in probed)
         ranks = []
-        for scores_B, items in zip(scores_QB.numpy(force=True), rows, strict=True):
+        for scores_B, items in zip(each, rows, strict=True):
             num_below = np.searchsorted(np.sort(scores_B), scores_B[items])
             ranks.append((len(scores_B) - num_below) * (scores_B[items] > -np.inf))
         return ranks
 
     def _nums_candidates(self, options: SearchOptions) -> list[int]:
-        """Returns the number of candidates of each member of a union."""
+        """Returns the number of candidates of each generator of a union."""
         info = self._index.representation(options.column)
         columns = generator_columns(self._index, info, options.candidates)
         given = options.k, options.num_candidates
-        members = generator_steps(options.candidates)
-        return [step_numbers(self._index, columns, steps, *given)[-1] for steps in members]
+        return [numbers_for(self._index, name, *given)[0] for name in columns.values()]
 
     def _bm25_scores(
         self, column: str, queries: Queries, rows: np.ndarray | None
@@ -547,6 +595,12 @@ class _Scores(NamedTuple):
         """Returns the scores of a query, or those that an index selects, as NumPy arrays."""
         parts = (None if part is None else part[index] for part in self)
         return _Scores(*(p.numpy(force=True) if isinstance(p, torch.Tensor) else p for p in parts))
+
+
+def _with_scores(scores_B: np.ndarray, items: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    scores_B = scores_B.copy()
+    scores_B[items] = scores
+    return scores_B
 
 
 def _shortlists(

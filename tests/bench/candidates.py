@@ -1,7 +1,7 @@
 """Benchmark of candidate generators against the exact search of the same index.
 
     python -m tests.bench candidates
-    python -m tests.bench candidates --items 1000000 --generators lemur centroids --figure plot.png
+    python -m tests.bench candidates --items 1000000 --generators lemur --figure plot.png
     python -m tests.bench candidates --vectors FOLDER --query-tokens 32
     python -m tests.bench candidates --vectors FOLDER --unmodified --items 117659
 
@@ -44,14 +44,13 @@ COLUMN = "full_int8"
 DEPTHS, BATCH = (10, 100), 32
 #: Maximum number of queries whose exact search is timed, which takes seconds for a million items.
 NUM_EXACT = 16
-#: Settings of the generators of each step, by their name on the command line.
-GENERATORS: dict[str, list[dict[str, Any]]] = {
-    "lemur": [{"name": "lemur"}],
-    "lemur:bits": [{"name": "lemur"}, {"name": "bits"}],
-    "lemur-random": [{"name": "lemur", "features": "random"}],
-    "lemur-512": [{"name": "lemur", "num_features": 512}],
-    "lemur-unreduced": [{"name": "lemur", "num_features": 512, "num_dims": 512}],
-    "centroids": [{"name": "centroids"}],
+#: Settings of the generators by their name on the command line.
+GENERATORS: dict[str, dict[str, Any]] = {
+    "ivf": {"name": "ivf"},
+    "lemur": {"name": "lemur"},
+    "lemur-random": {"name": "lemur", "features": "random"},
+    "lemur-512": {"name": "lemur", "num_features": 512},
+    "lemur-unreduced": {"name": "lemur", "num_features": 512, "num_dims": 512},
 }
 
 
@@ -133,7 +132,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> None:
     """Measures the exact search and each generator, and reports a table."""
-    from pipeline.search.candidates import STEP
     from pipeline.search.searcher import open_index
 
     log, searched = queries[1::2], queries[::2][: args.queries]
@@ -145,21 +143,22 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
     rows: list[list[Any]] = [["exact", "", "", "", 1.0, 1.0, p50, p99, str(rate)]]
     figures: dict[str, Any] = {"exact": {"p50_ms": p50, "p99_ms": p99, "queries_per_s": rate}}
     for name in args.generators:
-        costs = [build(uri, generator, log) for generator in GENERATORS[name]]
-        seconds, num_bytes = (sum(cost) for cost in zip(*costs, strict=True))
+        generator = GENERATORS[name]
+        seconds, num_bytes = build(uri, generator, log)
         searcher = open_index(uri)
-        candidates = STEP.join(generator["name"] for generator in GENERATORS[name])
+        candidates = generator["name"]
         searcher.load(COLUMN, candidates=candidates)
-        for number in args.num_candidates:
+        for number in (None, *args.num_candidates):  # None: the measured numbers
             options = {"candidates": candidates, "num_candidates": number}
-            k = min(max(DEPTHS), number)
-            found = searcher.rank(searched, COLUMN, k=k, **options)
-            recalls = [recall(best, [r.item_ids for r in found], depth) for depth in DEPTHS]
+            recalls = []
+            for depth in DEPTHS:
+                found = searcher.rank(searched, COLUMN, k=min(depth, number or depth), **options)
+                recalls.append(recall(best, [r.item_ids for r in found], depth))
             p50, p99, rate = latencies(searcher, searched, args.repeats, options)
-            cells = [name, f"{seconds:.1f}", num_bytes, number, *recalls, p50, p99, str(rate)]
-            rows.append(cells)
-            print(f"{name} {number}: recall {recalls}, {p50:.2f} ms", flush=True)
-            figures[f"{name} {number}"] = {
+            label = number or "default"
+            rows.append([name, f"{seconds:.1f}", num_bytes, label, *recalls, p50, p99, str(rate)])
+            print(f"{name} {label}: recall {recalls}, {p50:.2f} ms", flush=True)
+            figures[f"{name} {label}"] = {
                 "build_seconds": seconds,
                 "bytes": num_bytes,
                 **{f"recall@{d}": value for d, value in zip(DEPTHS, recalls, strict=True)},
@@ -169,8 +168,7 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
             }
         optional.measure(searcher, candidates)
         if args.folder is None:
-            for generator in GENERATORS[name]:
-                drop(uri, generator)
+            drop(uri, generator)
     optional.report()
     lengths = [len(query) for query in searched]
     title = (
@@ -199,7 +197,7 @@ class Optional:
 
         given, shares = (searcher, COLUMN, self._queries, name), self._args.selectivity
         measurements = {"filtered search": candidates_filters.measure(*given, shares)}
-        if self._args.stopping and ":" not in name:
+        if self._args.stopping:
             measurements["early termination"] = candidates_stopping.measure(*given)
         for title, rows in measurements.items():
             for cells, figures in rows:

@@ -28,7 +28,7 @@ def measure(
 
     encoded = searcher.queries(queries, column).split()
     exact, generator = (
-        SearchOptions(representation=column),
+        SearchOptions(representation=column, candidates="exact"),
         SearchOptions(representation=column, candidates=name),
     )
     rng = np.random.default_rng(0)

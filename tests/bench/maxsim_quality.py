@@ -26,10 +26,8 @@ from pipeline.eval.topics import read_qrels
 from pipeline.index import job
 from pipeline.index.reader import IndexReader
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.registry import CANDIDATES
-from pipeline.search.generators import Generator, Sample
 from pipeline.search.maxsim import maxsim
-from pipeline.search.packed import PackedVectors, Segment
+from pipeline.search.packed import PackedVectors
 from pipeline.search.searcher import Searcher
 from pipeline.tokens import normalise
 from tests.bench.harness import Bench, table
@@ -133,15 +131,6 @@ def scores(collection: Collection) -> Iterator[tuple[str, float | None, torch.Te
         yield name, packed.codec.token_bytes(packed.dim), maxsim(queries, packed)
     signs = PackedVectors.from_values(vectors_TD.sign(), lengths_B)
     yield "signs", vectors_TD.shape[1] / 8, maxsim(collection.queries, signs)
-    sample = Sample(vectors_TD[:1], vectors_TD, lengths_B)
-    spec, kind = CANDIDATES.resolve("centroids"), CANDIDATES.load("centroids")
-    assert issubclass(kind, Generator)
-    generator = kind(spec, kind.fit(spec, sample))
-    codes_VD, counts_B = generator.encode(vectors_TD, lengths_B)
-    parts = generator.codec.quantise(codes_VD)
-    packed = PackedVectors([Segment(generator.codec, generator.dim, parts, counts_B)])
-    queries = generator.queries(collection.queries)
-    yield "centroids", packed.codec.token_bytes(packed.dim), maxsim(queries, packed)
 
 
 def ndcg(collection: Collection, scores_QB: torch.Tensor) -> np.ndarray:

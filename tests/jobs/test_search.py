@@ -97,7 +97,7 @@ def test_hint_for_a_large_index(index_uri, monkeypatch, capsys):
     monkeypatch.setattr("pipeline.search.candidates.EXACT_VECTORS", 0)
     for arguments, has_hint in (([], True), (["--candidates", "exact"], False)):
         search.main([index_uri, "a wing", "-k", "1", *arguments])
-        hint = f"`maxray add candidates {index_uri} lemur representation=full`"
+        hint = f"`maxray add candidates {index_uri} ivf representation=full`"
         assert (hint in capsys.readouterr().err) is has_hint
 
 

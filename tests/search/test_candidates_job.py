@@ -24,10 +24,8 @@ from pipeline.index.add import Progress
 from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.search import candidates as numbers
-from pipeline.search import candidates_job, score
+from pipeline.search import candidates_job
 from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResources
-from pipeline.search.maxsim import maxsim
 from pipeline.search.options import SearchOptions
 from pipeline.search.searcher import open_index
 from pipeline.search.sharded import ShardedSearcher
@@ -38,9 +36,8 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 DIM, NUM_ITEMS = 16, 240
 LEMUR = {"name": "lemur", "num_features": 64}
-CENTROIDS = {"name": "centroids", "num_centroids": 32}
-BITS = {"name": "bits"}
-GENERATORS = pytest.mark.parametrize("generator", [LEMUR, CENTROIDS, BITS], ids=lambda g: g["name"])
+IVF = {"name": "ivf", "num_centroids": 64}
+GENERATORS = pytest.mark.parametrize("generator", [LEMUR, IVF], ids=lambda g: g["name"])
 
 
 def clustered(num: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -121,10 +118,10 @@ def queries(num: int = 12) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def built(original, tmp_path_factory) -> Path:
-    """Copy of the index with all generators, which tests do not change."""
+    """Copy of the index with both generators, which tests do not change."""
     uri = tmp_path_factory.mktemp("built") / "index"
     shutil.copytree(original, uri)
-    for generator in (LEMUR, CENTROIDS, BITS):
+    for generator in (LEMUR, IVF):
         build(uri, generator)
     return uri
 
@@ -145,46 +142,6 @@ def test_scores_are_exact_and_recall_is_high(built, generator):
     assert np.mean(shares) > 0.9
     all_items = searcher.rank(queries(), num_candidates=NUM_ITEMS, **options)
     assert [r.item_ids for r in all_items] == [r.item_ids for r in exact]
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_steps_select_among_the_items_of_the_step_before(built, step, monkeypatch):
-    monkeypatch.setattr(numbers, "ITEMS_PER_CANDIDATE", 3)
-    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
-    searcher = open_index(str(built))
-    order = [generator["name"] for generator in (LEMUR, BITS)]
-
-    def approximate(name: str, query: np.ndarray) -> np.ndarray:
-        column = f"full_{name}_1_candidates"
-        (tokens,) = searcher.index.generator(column).queries(searcher.queries([query]).tokens)
-        packed = searcher.scorer.packed(column)
-        return maxsim([packed.codec.transform_queries(tokens)], packed)[0].numpy()
-
-    rows = np.arange(0, NUM_ITEMS, step)
-    ids = [f"i{row:03}" for row in rows]
-    options = {"k": 5, "candidates": ":".join(order), "num_candidates": 8, "ids": ids}
-    for query in queries():
-        first, second = (approximate(name, query)[rows] for name in order)
-        found = np.argsort(-first, kind="stable")[:24]
-        found = rows[found[np.argsort(-second[found], kind="stable")[:8]]]
-        (exact,) = searcher.rank([query], ids=[f"i{row:03}" for row in found], k=5)
-        (ranking,) = searcher.rank([query], **options)
-        assert ranking.scores_by_item() == exact.scores_by_item()
-
-
-def test_invalid_steps(uri):
-    build(uri, BITS)
-    searcher = open_index(str(uri))
-    for candidates, message in (
-        ("bits:bits", "different generators, got 'bits:bits', which repeats a generator"),
-        (
-            "bits:lemur",
-            r"joined by \+ or :, got 'bits:lemur', which contains 'lemur'",
-        ),
-        ("bits:", "joined by"),
-    ):
-        with pytest.raises(SpecError, match=message):
-            searcher.rank(queries(1), candidates=candidates)
 
 
 @GENERATORS
@@ -214,21 +171,6 @@ def test_added_rows_are_scored_before_and_after_they_have_codes(uri, generator, 
     assert build(uri, generator).done == 0
 
 
-@pytest.mark.parametrize(("num_centroids", "is_warned"), [(400, False), (2, True)])
-def test_reports_distinct_centroids(uri, num_centroids, is_warned):
-    lines = []
-    job_spec = spec(uri, {"name": "centroids", "num_centroids": num_centroids})
-    add_job.run(
-        candidates_job.Candidates(job_spec, CandidatesResources()), job="2", report=lines.append
-    )
-    stored = codes(uri, "full_centroids_1_candidates").values()
-    counts = [(len({tuple(code) for code in item}), len(item)) for item in stored]
-    num_distinct, num_vectors = np.mean(counts, axis=0)
-    sentence = f"{num_distinct:.1f} distinct centroids per item with {num_vectors:.1f} vectors"
-    (remark,) = [line for line in lines if line.startswith(sentence)]
-    assert ("may miss many results" in remark) == is_warned
-
-
 def test_removed_rows_disappear(uri):
     build(uri, LEMUR)
     options = {"k": 5, "candidates": "lemur", "num_candidates": 40}
@@ -241,18 +183,18 @@ def test_removed_rows_disappear(uri):
 def test_build_resumes_before_it_has_measured(uri, tmp_path, monkeypatch):
     """Searches then keep the default numbers, and the next run measures the same as a whole one."""
     shutil.copytree(uri, tmp_path / "whole")
-    build(tmp_path / "whole", BITS)
+    build(tmp_path / "whole", LEMUR)
 
     def stop(*arguments: object) -> None:
         raise Stopped("stopped by the test")
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(candidates_job.Candidates, "_measure", stop)
-        build(uri, BITS)
+        build(uri, LEMUR)
     (stopped,) = IndexReader(str(uri)).candidates_columns.values()
     assert stopped.numbers is None
-    assert len(open_index(str(uri)).rank(queries(1), k=5, candidates="bits")[0].item_ids) == 5
-    assert build(uri, BITS).done == 0
+    assert len(open_index(str(uri)).rank(queries(1), k=5, candidates="lemur")[0].item_ids) == 5
+    assert build(uri, LEMUR).done == 0
     (resumed,), (whole,) = (
         IndexReader(str(path)).candidates_columns.values() for path in (uri, tmp_path / "whole")
     )
@@ -260,9 +202,12 @@ def test_build_resumes_before_it_has_measured(uri, tmp_path, monkeypatch):
 
 
 @pytest.mark.heavy
-def test_interrupted_build_resumes_with_the_same_bits(uri, original, tmp_path, monkeypatch):
+@GENERATORS
+def test_interrupted_build_resumes_with_the_same_bits(
+    uri, original, generator, tmp_path, monkeypatch
+):
     shutil.copytree(original, tmp_path / "whole")
-    build(tmp_path / "whole", LEMUR)
+    build(tmp_path / "whole", generator)
     check = Session.check
 
     def stop_after_two_commits(session: Session) -> None:
@@ -272,12 +217,12 @@ def test_interrupted_build_resumes_with_the_same_bits(uri, original, tmp_path, m
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(Session, "check", stop_after_two_commits)
-        build(uri, LEMUR)
-    name = "full_lemur_1_candidates"
+        build(uri, generator)
+    name = f"full_{generator['name']}_1_candidates"
     done = [item for item, code in codes(uri, name).items() if code is not None]
     assert 0 < len(done) < NUM_ITEMS
     exact = [r.scores for r in open_index(str(uri)).rank(queries(), k=5)]
-    options = {"k": 5, "candidates": "lemur", "num_candidates": 60}
+    options = {"k": 5, "candidates": generator["name"], "num_candidates": 60}
     assert (
         np.mean(
             [
@@ -291,7 +236,7 @@ def test_interrupted_build_resumes_with_the_same_bits(uri, original, tmp_path, m
         )
         > 0.8
     )
-    progress = build(uri, LEMUR)
+    progress = build(uri, generator)
     assert progress.done_before + progress.done == 6
     assert progress.done_before > 0
     assert codes(uri, name) == codes(tmp_path / "whole", name)
@@ -401,7 +346,7 @@ def test_other_jobs_keep_the_codes(uri, tmp_path):
     assert [r.scores_by_item() for r in after] == before
     with pytest.raises(SpecError, match=r"which was not built for hpool_2"):
         open_index(str(uri)).rank(queries(1), "hpool_2", candidates="lemur")
-    build(uri, CENTROIDS, representation="hpool_2")
+    build(uri, LEMUR, representation="hpool_2")
     assert codes(uri, name) == stored
 
 
@@ -480,9 +425,9 @@ def test_drop(uri):
         candidates_job.drop(spec(uri, LEMUR), job="3", report=lambda line: None)
 
 
+@GENERATORS
 @pytest.mark.parametrize("is_small", [True, False])
 @pytest.mark.parametrize("group_by", [None, "parent"])
-@GENERATORS
 def test_filtered_search_returns_k_items(built, generator, group_by, is_small, monkeypatch):
     """Small selections are searched exactly. In others, the generator selects among the items."""
     if not is_small:
@@ -509,11 +454,7 @@ def test_filtered_search_returns_k_items(built, generator, group_by, is_small, m
                 assert ranking.item_ids == reference.item_ids
 
 
-@pytest.mark.parametrize(
-    "generator",
-    [LEMUR, *(pytest.param(g, marks=pytest.mark.heavy) for g in (CENTROIDS, BITS))],
-    ids=lambda g: g["name"],
-)
+@GENERATORS
 def test_sharded_search_equals_the_merged_search_of_its_shards(built, generator):
     """Each shard has as many candidates as the whole index, so that no better item is missed."""
     uri = str(built)

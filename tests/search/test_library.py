@@ -167,7 +167,7 @@ def test_large_indexes_are_searched_with_lemur(index, monkeypatch):
 
     assert hint() is None
     monkeypatch.setattr("pipeline.search.candidates.EXACT_VECTORS", 12 * VECTORS_PER_ITEM - 1)
-    assert f"`maxray add candidates {index.uri} lemur representation=full`" in str(hint())
+    assert f"`maxray add candidates {index.uri} ivf representation=full`" in str(hint())
     assert chosen() == "exact"
     index.add_candidates({"name": "lemur", "num_features": 16})
     assert (hint(), chosen(), chosen(candidates="auto")) == (None, "lemur", "lemur")

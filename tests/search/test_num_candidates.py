@@ -9,7 +9,7 @@ from pipeline import Index
 from pipeline.index.reader import IndexReader
 from pipeline.search import score
 from pipeline.search.candidates import DEPTHS, Numbers
-from pipeline.search.num_candidates import NUM_QUERIES, measure, split_queries
+from pipeline.search.num_candidates import NUM_QUERIES, PROBES, measure, split_queries
 
 DIM, NUM_ITEMS = 32, 1200
 COLUMN = "full_lemur_1_candidates"
@@ -35,8 +35,8 @@ def index(cluster, tmp_path_factory) -> Index:
     """Index with both generators."""
     index = Index(str(tmp_path_factory.mktemp("tiers") / "index"))
     index.add([f"i{number:04}" for number in range(NUM_ITEMS)], items(NUM_ITEMS))
-    for generator in ({"name": "lemur", "num_features": 128, "num_samples": 512}, "bits"):
-        index.add_candidates(generator)
+    index.add_candidates({"name": "lemur", "num_features": 128, "num_samples": 512})
+    index.add_candidates({"name": "ivf", "num_centroids": 256})
     return Index(index.uri)
 
 
@@ -64,11 +64,52 @@ def test_numbers_have_the_wanted_recall(index, monkeypatch):
     info = index.reader.candidates_columns[COLUMN]
     stored = Numbers(**info.numbers)
     assert stored.items == NUM_ITEMS and stored.recall == 0.98 and stored.counts[0] < NUM_ITEMS
-    for name in ("lemur", "lemur:bits"):
+    best = index.searcher.rank(queries(30), k=10, candidates="exact")
+    for name in ("lemur", "ivf"):
         hits = index.searcher.rank(queries(30), k=10, candidates=name)
-        best = index.searcher.rank(queries(30), k=10, candidates="exact")
         pairs = zip(hits, best, strict=True)
         assert np.mean([len({*a.item_ids} & {*b.item_ids}) / 10 for a, b in pairs]) > 0.9
+
+
+def test_numbers_of_lists_have_the_wanted_recall(index, monkeypatch):
+    """The numbers are those of a literal search of the chosen number of lists."""
+    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    given, column = queries(12), "full_ivf_1_candidates"
+    numbers = measure(index.reader, column, given, recall=0.9)
+    exact = index.searcher.rank(given, k=100, candidates="exact")
+    lists = index.searcher.scorer.lists(column)
+    assert numbers.probes is not None and set(numbers.probes) <= set(PROBES)
+    for depth, count, probes in zip(DEPTHS, numbers.counts, numbers.probes, strict=True):
+        ranks = []
+        tokens = index.searcher.queries(given).tokens
+        for ranking, (items, scores) in zip(exact, lists.search(tokens, probes), strict=True):
+            all_scores = np.zeros(NUM_ITEMS)
+            all_scores[items] = scores
+            ranks += [(all_scores >= all_scores[row]).sum() for row in ranking.rows[:depth]]
+        assert count == np.sort(ranks)[int(0.9 * len(ranks)) - 1] < NUM_ITEMS
+    stored = index.reader.candidates_columns[column].numbers
+    assert stored["probes"] and stored["recall"] == 0.98
+
+
+def test_more_lists_are_probed_for_items_unlike_the_query(index, monkeypatch):
+    """Items of the worse half are in few of the probed lists."""
+    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    monkeypatch.setattr(score, "numbers_for", lambda *given: (100, 4))
+
+    def recall() -> float:
+        shares = []
+        for query in queries(10):
+            (ranking,) = index.searcher.rank([query], k=NUM_ITEMS, candidates="exact")
+            worse = ranking.item_ids[NUM_ITEMS // 2 :]
+            options = {"ids": worse, "k": 10, "candidates": "ivf"}
+            (hits,) = index.searcher.rank([query], **options)
+            assert len(hits.item_ids) == 10
+            shares.append(len({*hits.item_ids} & {*worse[:10]}) / 10)
+        return float(np.mean(shares))
+
+    found = recall()
+    monkeypatch.setattr(score, "MAX_PROBES", 0)
+    assert recall() + 0.2 < found > 0.6
 
 
 def test_past_queries_measure_only_if_there_are_enough():
@@ -96,15 +137,15 @@ def test_degenerate_indexes_are_searched(cluster, name, tmp_path, monkeypatch):
     given = [item[:, :8] for item in SMALL[name]]
     index = Index(str(tmp_path / "index"))
     index.add([f"i{number}" for number in range(len(given))], given)
-    index.add_candidates("bits")
-    names = ["bits"]
+    index.add_candidates({"name": "ivf", "num_centroids": min(8, sum(map(len, given)))})
+    names = ["ivf"]
     if name != "equal vectors":  # `lemur` rejects a single distinct token vector
         index.add_candidates({"name": "lemur", "num_features": 4, "num_samples": 16})
-        names += ["lemur", "lemur:bits"]
+        names += ["lemur"]
     searcher = Index(index.uri).searcher
     query = np.eye(3, 8, dtype=np.float32)
     for candidates_name in names:
         for k in (2, 50):
             (hits,) = searcher.rank([query], k=k, candidates=candidates_name, num_candidates=k)
             assert len(hits.item_ids) == min(k, len(given))
-    assert IndexReader(index.uri).candidates_columns["full_bits_1_candidates"].numbers
+    assert IndexReader(index.uri).candidates_columns["full_ivf_1_candidates"].numbers

@@ -26,11 +26,13 @@ class Sample(NamedTuple):
         queries_SD: (S, D) float32, token vectors that resemble those of queries.
         vectors_TD: (T, D) float32, vectors of a sample of B items, one item after another.
         lengths_B: (B,) int64, number of vectors per item, at least 1.
+        num_items: Number of items of the index.
     """
 
     queries_SD: torch.Tensor
     vectors_TD: torch.Tensor
     lengths_B: torch.Tensor
+    num_items: int = 0
 
 
 class Generator(ABC, Generic[ComponentSpecT]):
@@ -48,6 +50,12 @@ class Generator(ABC, Generic[ComponentSpecT]):
     spec: ComponentSpecT
     #: Attribute of `RepresentationInfo` with the column that the codes describe.
     source: ClassVar[str] = "column"
+    #: Minimum share of the items in the sample for the fit, and maximum number of their vectors:
+    #: 512 MiB of float32 at 128 dimensions.
+    sample_share: ClassVar[float] = 0
+    max_sample_vectors: ClassVar[int] = 1 << 20
+    #: Number of rows whose codes are computed together.
+    batch_rows: ClassVar[int] = 1024
 
     def __init__(self, spec: ComponentSpecT, artefact: dict[str, np.ndarray]):
         self.spec, self.artefact = spec, artefact

@@ -61,6 +61,7 @@ class Bm25:
     # The interface that jobs use, as in `Generator`.
     source = "text_column"
     column_type = pa.list_(pa.int64())
+    sample_share, batch_rows = 1.0, 1024
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray]):
         self.spec, self.artefact = spec, artefact

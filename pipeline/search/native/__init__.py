@@ -22,11 +22,6 @@ thread. This module packs the queries and distributes the documents over threads
   the best of items of one int8 vector for a batch, panels have one query per column instead.
 - The best items are selected while they are scored: chunks of scores, which stay in the L2 cache,
   are compared with a lower bound per query (`select`).
-- Centroid codes index a table of the similarities of all centroids and query tokens. The table has
-  one row per centroid, so that the maxima of an item are taken over whole rows without gathering.
-  Its values are int16 with a scale per query token, which loses 2^-16 of the largest similarity.
-  For 100,000 items of 32 codes and 16,384 centroids, int16 takes 2.5 ms on one core and float32
-  5.4 ms.
 """
 
 from __future__ import annotations
@@ -39,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -46,10 +42,8 @@ from torch.nn import functional
 
 from pipeline.compression.codecs import Codec
 from pipeline.compression.codecs.bits import Bits
-from pipeline.compression.codecs.centroid_codes import CentroidCodes
 from pipeline.search.native.documents import (
     BITS,
-    CODES,
     DENSE_KINDS,
     FLOAT_KINDS,
     INT8,
@@ -74,8 +68,11 @@ TASKS = 8
 TOKENS, ROWS, PANELS = 0, 1, 2
 MIN_PANEL = 12
 
-#: Largest value of a table of similarities, and the smallest scale that is divided by.
+#: Largest value of a query of one token, and the smallest scale that is divided by.
 MAX_INT16, TINY = torch.iinfo(torch.int16).max, torch.finfo(torch.float32).tiny
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _pointer = ctypes.c_void_p
 _FOUND = np.dtype([("score", np.float32), ("document", np.int32)])
@@ -132,6 +129,8 @@ def _library() -> ctypes.CDLL | None:
                 ctypes.POINTER(_Selection),
                 ctypes.c_int,
             ]
+            library.maxray_vote.argtypes = [*[_pointer] * 4, *[ctypes.c_int64] * 2, *[_pointer] * 3]
+            library.maxray_vote.restype = ctypes.c_int64
             library.maxray_level()  # requests AMX tiles from the kernel for all threads
             return library
     return None
@@ -148,6 +147,48 @@ def available() -> tuple[str, ...]:
 def _threads(num_threads: int, pid: int) -> ThreadPoolExecutor:
     """Returns the executor of a process: threads of the parent do not survive a fork."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="maxsim")
+
+
+def run(function: Callable[[T], R], arguments: Sequence[T]) -> Iterator[R]:
+    """Calls a function that releases the GIL with each argument, in the threads of this module."""
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or len(arguments) == 1:
+        return map(function, arguments)
+    return _threads(num_threads, os.getpid()).map(function, arguments)
+
+
+def vote(
+    items: np.ndarray,
+    bounds: np.ndarray,
+    sim_MP: np.ndarray,
+    list_MP: np.ndarray,
+    scores: np.ndarray,
+    tokens: np.ndarray,
+    found: np.ndarray,
+) -> int:
+    """Adds up the largest similarity of a list to each query token for the items of the lists.
+
+    Similarities are relative to the last one of a token. The library must be available.
+
+    Args:
+        items: (V,) int32, ascending items of each list, one list after another.
+        bounds: (C + 1,) int64, first element of each list in `items`, and V.
+        sim_MP: Descending similarities of lists, float32.
+        list_MP: Numbers of these lists, int64.
+        scores: (B,) float32, zero; the scores of the items are written to it.
+        tokens: (B,) int32, zero; the number of the last token that found an item is written to it.
+        found: (B,) int32; the found items are written to it.
+
+    Returns:
+        The number of found items.
+    """
+    library = _library()
+    assert library is not None, "the MaxSim library is not built"
+    arrays = [items, bounds, np.ascontiguousarray(list_MP), np.ascontiguousarray(sim_MP)]
+    assert [a.dtype for a in arrays] == [np.int32, np.int64, np.int64, np.float32]
+    pointers = [array.ctypes.data for array in arrays]
+    results = [array.ctypes.data for array in (scores, tokens, found)]
+    return library.maxray_vote(*pointers, *sim_MP.shape, *results)
 
 
 def _level(kind: int, level: str) -> int:
@@ -317,8 +358,7 @@ class _Queries:
     """Query tokens in the layout that a level of the library reads.
 
     Attributes:
-        packed: Panels of 32 tokens; the table of similarities (C, tokens with padding) int16 for
-            centroid codes; or rows (Q, D) for queries of one token.
+        packed: Panels of 32 tokens, or rows (Q, D) for queries of one token.
         bounds: (Q + 1,) int64, first token of each query.
         form: `TOKENS`, or `ROWS` or `PANELS` of queries of one token.
         offsets: Projections of the tokens divided by their scales, for bits, else None.
@@ -369,8 +409,6 @@ class _Queries:
         cls, query_MD: torch.Tensor, codec: Codec, kind: int, level: int, bounds: np.ndarray
     ) -> _Queries:
         """Packs tokens (M, D), padded with zeros."""
-        if isinstance(codec, CentroidCodes):
-            return cls.tabulate(codec.centroids(query_MD.device) @ query_MD.T, bounds)
         if isinstance(codec, Bits):
             return cls.pack_bits(query_MD, codec, level, bounds)
         num_tokens, dim = query_MD.shape
@@ -421,17 +459,6 @@ class _Queries:
             panels = values.float().view(-1, 32, width).transpose(1, 2).contiguous()
         return cls(panels, scales, bounds, num_tokens, offsets=offsets)
 
-    @classmethod
-    def tabulate(cls, sim_CM: torch.Tensor, bounds: np.ndarray) -> _Queries:
-        """Quantises the similarities (C, M), which are overwritten, padded with zeros."""
-        num_tokens = sim_CM.shape[1]
-        num_padded = -(-num_tokens // 32) * 32
-        scales = torch.zeros(num_padded)
-        scales[:num_tokens] = sim_CM.abs().amax(dim=0) / MAX_INT16
-        table = torch.zeros(len(sim_CM), num_padded, dtype=torch.int16)
-        table[:, :num_tokens] = _round(sim_CM.div_(scales[:num_tokens].clamp_min(TINY)))
-        return cls(table, scales, bounds, num_tokens)
-
 
 def _integer_panels(values_MD: torch.Tensor, level: int, added: int) -> torch.Tensor:
     """Returns panels of int8 tokens, whose number is a multiple of 32.
@@ -462,8 +489,6 @@ def _round(values: torch.Tensor) -> torch.Tensor:
 
 def _max_tokens(kind: int, level: int, dim: int) -> int:
     """Returns the maximum number of query tokens per call, unless a single query has more."""
-    if kind == CODES:
-        return 1  # One query per call: the rows of its table are short and fit in the cache best.
     bytes_per_value = 4
     if kind in (INT8, BITS) and level >= LEVELS.index("avx2"):
         bytes_per_value = 1 if level >= LEVELS.index("avx512") else 2

@@ -725,59 +725,6 @@ static void score_as(
     take_pending();
 }
 
-// -- centroid codes --------------------------------------------------------------------------------
-
-// Vectors of 16-bit integers, and the number of vectors per panel of a table row.
-typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
-constexpr int SHORT_PARTS = PARTS / 2;
-
-static inline shorts larger(shorts a, shorts b) {
-#if LEVEL >= AVX512
-    return (shorts)_mm512_max_epi16((__m512i)a, (__m512i)b);
-#elif LEVEL >= AVX2
-    return (shorts)_mm256_max_epi16((__m256i)a, (__m256i)b);
-#else
-    return a > b ? a : b;
-#endif
-}
-
-// Takes the maxima of the table rows that the codes of each document select.
-template <bool ARGMAX>
-static void score_codes(
-    const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
-    const int64_t padded = queries.padded, ahead = 16;
-    for (int64_t document = 0; document < docs.count; ++document) {
-        // The codes of selected documents are not contiguous: a fifth of 100,000 documents takes
-        // 0.8 ms, and 2.9 ms without prefetching.
-        if (document + ahead < docs.count)
-            __builtin_prefetch((const uint16_t*)docs.values + docs.starts[document + ahead]);
-        const int64_t num_rows = docs.lengths[document];
-        if (num_rows == 0) {
-            write_empty(queries, output, document);
-            continue;
-        }
-        const uint16_t* codes = (const uint16_t*)docs.values + docs.starts[document];
-        for (int64_t token = 0; token < padded; token += 32) {
-            const int16_t* table = (const int16_t*)queries.packed + token;
-            const shorts* first = (const shorts*)(table + codes[0] * padded);
-            shorts maxima[SHORT_PARTS];
-            for (int p = 0; p < SHORT_PARTS; ++p) maxima[p] = first[p];
-            for (int64_t r = 1; r < num_rows; ++r) {
-                const shorts* row = (const shorts*)(table + codes[r] * padded);
-                for (int p = 0; p < SHORT_PARTS; ++p) maxima[p] = larger(row[p], maxima[p]);
-            }
-            int16_t values[32];
-            memcpy(values, maxima, sizeof(values));
-            for (int i = 0; i < 32; ++i) s.best[token + i] = values[i];
-            if (!ARGMAX) continue;
-            for (int64_t r = num_rows; r-- > 0;)  // from the last to the first of equal rows
-                for (int i = 0; i < 32; ++i)
-                    if (table[codes[r] * padded + i] == values[i]) s.index[token + i] = int32_t(r);
-        }
-        write(queries, output, document, s.best, s.index);
-    }
-}
-
 // -- queries of one token --------------------------------------------------------------------------
 
 // Not inlined, because the compiler would unroll it and spill the registers of the loops around it.
@@ -925,7 +872,6 @@ static void select_one_vector(const Documents& docs, const Queries& queries,
 
 template <bool ARGMAX>
 static void score(const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
-    if (docs.kind == CODES) return score_codes<ARGMAX>(docs, queries, output, s);
     if (queries.one_token) return score_one_token(docs, queries, output);
 #if LEVEL >= AMX
     start_tiles();

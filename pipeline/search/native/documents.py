@@ -21,7 +21,7 @@ from pipeline.search.packed import PackedVectors, Segment
 
 #: Numbers of the kinds of vectors in the library.
 FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-INT8, BITS, RESIDUAL, CODES = 3, 4, 5, 6
+INT8, BITS, RESIDUAL = 3, 4, 5
 #: Kinds for which the library has a function for queries of one token.
 DENSE_KINDS = frozenset([*FLOAT_KINDS.values(), INT8])
 
@@ -29,10 +29,9 @@ _CODEC_KINDS = {
     "int8": INT8,
     "bits": BITS,
     "residual": RESIDUAL,
-    "centroid_codes": CODES,
 }
 #: Part that contains the values of a vector, for kinds with another part than `values`.
-_VALUES = {BITS: "bits", RESIDUAL: "residuals", CODES: "codes"}
+_VALUES = {BITS: "bits", RESIDUAL: "residuals"}
 
 #: Structure `Documents` of the library.
 _GROUP = np.dtype(

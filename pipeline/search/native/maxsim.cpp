@@ -32,14 +32,14 @@
 #endif
 
 enum OneToken { ROWS_OF_QUERIES = 1, PANELS };
-enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BITS, RESIDUAL, CODES };
+enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BITS, RESIDUAL };
 
 // Arguments; they mirror `_GROUP` and the ctypes structures `_QueriesArgument`, `_Output` and
 // `_Selection`.
 struct Documents {
     int32_t kind, dim;
     int64_t row_bytes, total;   // bytes per vector; number of vectors in memory
-    const void* values;         // codes: uint16 number of a centroid per vector
+    const void* values;
     const float* scales;        // int8: scale per vector
     const int32_t* codes;       // residual: centroid per vector
     const float* centroids;     // residual: centroids
@@ -52,10 +52,9 @@ struct Documents {
 };
 struct Queries {
     const void* packed;     // panels of 32 tokens, in the layout for the level and the kind;
-                            // codes: int16 similarities (centroids, padded);
                             // one token per query: rows of int16 for int8 vectors, else of
                             // float32; or panels of int16
-    const float* scales;    // int8, bits and codes: scale per token
+    const float* scales;    // int8 and bits: scale per token
     const float* offsets;   // bits: factor of the projections per token
     const int64_t* bounds;  // first token of each query, then the number of tokens
     int64_t count, tokens, padded;  // number of queries, of tokens, and of tokens with padding
@@ -278,4 +277,31 @@ EXPORT int maxray_select(const Documents* groups, int64_t num_groups, const Quer
     } catch (const std::bad_alloc&) {
         return 1;
     }
+}
+
+// Adds up the similarities of lists for their items, see `vote` in `__init__.py`.
+EXPORT int64_t maxray_vote(const int32_t* items, const int64_t* bounds, const int64_t* lists,
+                           const float* similarities, int64_t num_tokens, int64_t num_lists,
+                           float* scores, int32_t* last_token, int32_t* found) {
+    constexpr int64_t AHEAD = 16;
+    int64_t num_found = 0;
+    for (int64_t token = 0; token < num_tokens; ++token) {
+        const float* row = similarities + token * num_lists;
+        for (int64_t l = 0; l < num_lists && row[l] > row[num_lists - 1]; ++l) {
+            const int64_t list = lists[token * num_lists + l];
+            const float added = row[l] - row[num_lists - 1];
+            for (int64_t p = bounds[list]; p < bounds[list + 1]; ++p) {
+                if (p + AHEAD < bounds[list + 1]) {
+                    __builtin_prefetch(scores + items[p + AHEAD]);
+                    __builtin_prefetch(last_token + items[p + AHEAD]);
+                }
+                const int32_t item = items[p];
+                if (last_token[item] == token + 1) continue;
+                if (last_token[item] == 0) found[num_found++] = item;
+                last_token[item] = int32_t(token + 1);
+                scores[item] += added;
+            }
+        }
+    }
+    return num_found;
 }

@@ -159,7 +159,7 @@ async def _search(
     request_id = _log(request, index=served.name, k=body.k, queries=len(queries))
     options = search_options(body, served, len(queries), limits)
     hits, is_reranked, warnings = await gateway.engine.search(
-        served, queries, options, timer, key.name
+        served, queries, options, timer, key.name, body.negative
     )
     fields = {
         "request_id": request_id,

@@ -127,7 +127,7 @@ class Ranker:
             from pipeline.search.rerankers import load_rerankers
 
             first = [next(self._judged.inputs(self._judged.queries))]
-            queries = self._texts if self._judged.images is None else first
+            queries = first if self._judged.media else self._texts
             field = f"rerank[{self._spec.rerank.index(row)}]"
             specs: list[Any] = row.rerankers
             try:

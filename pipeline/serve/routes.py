@@ -116,7 +116,11 @@ async def metrics(request: Request, gateway: GatewayDependency) -> Response:
 async def search(
     request: Request, body: wire.SearchRequest, key: KeyDependency, gateway: GatewayDependency
 ) -> wire.SearchResponse:
-    """Returns the k best items for a query, optionally reranked and explained."""
+    """Returns the k best items for a query, optionally reranked and explained.
+
+    The body can also be a form (`multipart/form-data`) with the parts `text`, the files `image`,
+    `audio` and `video`, and `options`, a JSON object with the other fields.
+    """
     (hits,), fields = await _search(request, [body.query], body, key, gateway)
     return wire.SearchResponse(hits=hits, **fields)
 

@@ -12,6 +12,8 @@ const SCORES = {
 };
 /** Plain words for the values of selects. */
 /** Labels of searches that combine representations, by the other field. */
+/** Media types of the files that a query can have, by kind of query. */
+const ACCEPTED = { image: "image/png,image/jpeg,image/webp", audio: "audio/*", video: "video/*" };
 const COMBINED = { caption: "contents and captions", image: "texts and images" };
 const CANDIDATES = { exact: "all items", single: "best single vectors", bm25: "best by BM25" };
 const EDITED_FILTER =
@@ -142,7 +144,10 @@ export function fillControls(state, indexes, facets) {
   $("filter").value = state.filter;
   $("q").value = state.q;
   const kinds = queryKinds(state, info);
-  $("image-button").hidden = !kinds.has("image");
+  const files = ["image", "audio", "video"].filter((kind) => kinds.has(kind));
+  $("image-button").hidden = !files.length;
+  $("image-file").accept = files.map((kind) => ACCEPTED[kind]).join(",");
+  $("record-button").hidden = !kinds.has("audio") || !navigator.mediaDevices;
   $("q").placeholder = kinds.has("image")
     ? "Search by text, or drop or paste an image"
     : "Search by text";

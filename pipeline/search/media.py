@@ -71,7 +71,7 @@ def read_content(
 
     Raises:
         SpecError: The query has no part or too many, a file is corrupted or too long, the encoder
-            does not support its kind, or there is no speech.
+            does not support its kind, or no word is recognised.
         MissingExtra: A package that decodes or recognises is not installed.
     """
     parts, kinds = query_parts(query), encoder.query_kinds(encoder.spec)

@@ -60,11 +60,17 @@ def test_image_and_composed_queries(tmp_path):
     assert query == Composed(mteb_data.text(1), mteb_data.image(1)["bytes"])
 
 
-def test_queries_with_audio_are_refused(tmp_path):
-    folder = mteb_data.captions(tmp_path, "ClothoA2TRetrieval")
-    rule = "benchmark.task must be a task whose queries are texts, images, or both"
-    with pytest.raises(SpecError, match=f"{rule}.*which has queries of audio"):
-        load("ClothoA2TRetrieval", folder)
+def test_queries_of_audio_and_videos(tmp_path):
+    judged = load("ClothoA2TRetrieval", mteb_data.captions(tmp_path / "a", "ClothoA2TRetrieval"))
+    (query, *_) = judged.inputs(judged.queries)
+    assert query == Composed(audio=mteb_data.audio(0)["bytes"])
+    assert judged.options()["audios"].keys() == judged.queries.keys()
+    task = "AudioCapsAVVT2ARetrieval"
+    judged = load(task, mteb_data.pairs(tmp_path / "b", task))
+    (query, *_) = judged.inputs(judged.queries)
+    video = mteb_data.video(0)["bytes"]
+    assert query.text == mteb_data.text(0) and query.parts == ("text", "video")
+    assert len(query.video) == len(video)
 
 
 def test_instructions_of_queries_are_appended(tmp_path):

@@ -229,9 +229,13 @@ def test_clip_ignores_content_outside_the_crop(build):
     encoder = build("clip")
     first, second = noise(64, 32), noise(64, 32)
     second.paste(noise(14, 32, seed=5), (0, 0))  # the crop starts at column 16
-    assert_close(*(encoder.encode_media([{"image": png(image)}]).tokens.vectors for image in (first, second)))
+    assert_close(
+        *(encoder.encode_media([{"image": png(image)}]).tokens.vectors for image in (first, second))
+    )
     second.paste(noise(16, 32, seed=5), (18, 0))
-    vectors = [encoder.encode_media([{"image": png(image)}]).tokens.vectors for image in (first, second)]
+    vectors = [
+        encoder.encode_media([{"image": png(image)}]).tokens.vectors for image in (first, second)
+    ]
     assert not torch.allclose(*vectors, atol=1e-3)
 
 

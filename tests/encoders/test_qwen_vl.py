@@ -537,9 +537,10 @@ def test_gme(build, checkpoint, edited):
     # The class of GME in config.json selects its preprocessing.
     folder = edited("qwen2_vl", config={"architectures": ["GmeQwen2VL"]})
     named = build(model=folder, output_tokens="paper", **prompts, **limits)
-    assert_close(named.encode_media([{"image": png(image)}]).tokens.pooled[0], states[-1])
+    query = {"image": png(image)}
+    assert_close(named.encode_media([query]).tokens.pooled[0], states[-1])
     plain = build("qwen2_vl", output_tokens="paper", **prompts, **limits)
-    assert (plain.encode_media([{"image": png(image)}]).tokens.pooled[0] - states[-1]).abs().max() > 1e-3
+    assert (plain.encode_media([query]).tokens.pooled[0] - states[-1]).abs().max() > 1e-3
     assert plain.fingerprint != encoder.fingerprint
 
 
@@ -550,7 +551,8 @@ def test_positions(build, reference, positions):
     encoder = build(
         reference.family, positions=positions, query_prompt=prompt, preprocessing="transformers"
     )
-    found = encoder.encode_media([{"image": png(noise(40, 40)), png(image)}]).tokens.pooled[1]
+    queries = [{"image": png(each)} for each in (noise(40, 40), image)]
+    found = encoder.encode_media(queries).tokens.pooled[1]
     inputs = reference.images([image], return_tensors="pt")
     vision = f"{START}{'<|image_pad|>' * 6}{END}"
     ids, expected = reference.image(image, prompt=prompt)

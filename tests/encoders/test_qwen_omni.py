@@ -517,7 +517,7 @@ def test_queries_of_audio_and_videos_are_encoded_like_items(build):
     audio = noise_audio(1.0)
     for items in (clip(samples=audio), clip(frames, range(4)), clip(frames, range(4), audio)):
         (query,) = items.to_pylist()
-        (found,) = encode_items(encoder, items)
+        found = encode_items(encoder, items)[0]
         queries = encoder.encode_media([query])
         assert_close(queries.tokens.vectors, found.vectors)
         assert_close(queries.tokens.pooled, found.pooled)

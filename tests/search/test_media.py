@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 import torch
+from PIL import Image
 
 from jobs import search
 from pipeline import Composed
@@ -25,9 +27,18 @@ from tests.images import noise, png
 from tests.media import frame_times, write_video
 
 DATA = Path(__file__).parents[2] / "jobs/data"
-JFK = (DATA / "speech/jfk.flac").read_bytes()
+SAMPLES, RATE = soundfile.read(DATA / "speech/jfk.flac", 3 * 44_100, dtype="float32")
 PHOTO = png(noise(40, 40))
 KINDS = "a text or audio or a video"
+
+
+def wav(samples: np.ndarray, rate: int = 16_000) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="WAV")
+    return file.getvalue()
+
+
+JFK = wav(SAMPLES, RATE)
 
 
 @functools.cache
@@ -45,10 +56,8 @@ def omni(checkpoint):
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory) -> bytes:
     """A video of three seconds with the first three seconds of the speech."""
-    samples, rate = soundfile.read(io.BytesIO(JFK), dtype="float32", always_2d=True)
-    folder, times = tmp_path_factory.mktemp("clip"), frame_times(3, 10)
-    path = write_video(folder / "a.mp4", times, audio=samples[: 3 * rate, :1], rate=rate)
-    return path.read_bytes()
+    path, audio = tmp_path_factory.mktemp("clip") / "a.mp4", SAMPLES[:, :1]
+    return write_video(path, frame_times(3, 10), audio=audio, rate=RATE).read_bytes()
 
 
 @functools.cache
@@ -56,22 +65,15 @@ def spoken() -> str:
     return read_content(Composed(audio=JFK), minilm())["text"]
 
 
-def tone(seconds: float, volume: float = 0.0) -> bytes:
-    file = io.BytesIO()
-    times = np.arange(int(16_000 * seconds)) / 16_000
-    soundfile.write(file, volume * np.sin(880 * np.pi * times), 16_000, format="WAV")
-    return file.getvalue()
-
-
 def test_speech_is_the_text_for_an_encoder_of_texts(clip):
-    assert "your country" in spoken() or "country" in spoken()
-    queries = [Composed(audio=JFK), spoken(), Composed("the moon", audio=JFK), Composed("a wing")]
+    assert "my fellow" in spoken()
+    queries = [spoken(), Composed("the moon", audio=JFK), Composed("a wing")]
     encoded = encode(minilm(), queries)
-    assert encoded.texts == [spoken(), spoken(), f"the moon\n{spoken()}", "a wing"]
+    assert encoded.texts == [spoken(), f"the moon\n{spoken()}", "a wing"]
     expected = minilm().encode_queries(encoded.texts)
     assert torch.equal(encoded.tokens.vectors, expected.tokens.vectors)
     content = read_content(Composed(video=clip), minilm())
-    assert content.keys() == {"text"} and content["text"] in spoken()
+    assert content.keys() == {"text"} and "my fellow" in content["text"]
 
 
 def test_video_is_encoded_like_an_item(omni, clip, tmp_path):
@@ -88,7 +90,7 @@ def test_video_is_encoded_like_an_item(omni, clip, tmp_path):
     ((_, found),) = omni.encode(pa_table(content))
     assert_close(expected.vectors, found.vectors)
     other = read_content(Composed("but louder", audio=JFK, video=clip), omni)
-    assert len(other["audio"]["samples"]) > 3 * len(content["audio"]["samples"])
+    assert other["audio"] == read_content(Composed(audio=JFK), omni)["audio"] != content["audio"]
     assert other["text"] == "but louder" and other["frames"] == content["frames"]
 
 
@@ -119,13 +121,11 @@ def test_frames_for_an_encoder_of_images(checkpoint, clip):
     video = encode(encoder, [Composed(video=clip)]).tokens
     frames = encoder.encode_media(
         [
-            {"image": png(noise(8, 8).frombytes("RGB", (f["width"], f["height"]), f["pixels"]))}
+            {"image": png(Image.frombytes("RGB", (f["width"], f["height"]), f["pixels"]))}
             for f in content["frames"]
         ]
     )
     assert_close(video.vectors[0], frames.tokens.vectors.flatten(0, 1))
-    spoken_query = encode(encoder, [Composed(audio=JFK)])
-    assert spoken_query.texts == [spoken()]
     rule = "query must be a text or an image or a video or audio, got 'a text with an image'"
     with pytest.raises(SpecError, match=f"^{rule}, which is not supported by Dual$"):
         encode(encoder, [Composed("red", PHOTO)])
@@ -141,8 +141,14 @@ def test_frames_for_an_encoder_of_images(checkpoint, clip):
         (Composed(audio=b"text"), "query.audio must be a readable audio file, got 'the audio', wh"),
         (Composed(audio=JFK[:20]), "query.audio must be a readable audio file, got 'the audio', w"),
         (Composed(audio=b""), "query.audio must be a readable audio file, .* [(]empty file[)]"),
-        (Composed(audio=tone(0.0)), "query.audio must be a readable audio file, .*no samples"),
-        (Composed(audio=tone(1.0)), "query.audio must be audio with speech for MiniLM, got 'the a"),
+        (
+            Composed(audio=wav(np.zeros(0))),
+            "query.audio must be a readable audio file, .*no samples",
+        ),
+        (
+            Composed(audio=wav(np.zeros(16_000))),
+            "query.audio must be audio with speech for MiniLM, got 'the a",
+        ),
         (Composed(video=b"text"), "query.video must be a readable video file, got 'the video', wh"),
         (
             Composed(video=PHOTO),
@@ -163,8 +169,8 @@ def test_long_videos_are_refused(tmp_path):
         read_content(Composed(video=video), minilm())
     message = "query.video must be at most 300 s long, got 'video of 10,799 s'"
     assert str(error.value) == message
-    with pytest.raises(SpecError, match="at most 5 s long, got 'audio of 11 s'"):
-        read_content(Composed(audio=JFK), minilm(), max_seconds=5)
+    with pytest.raises(SpecError, match="at most 2 s long, got 'audio of 3 s'"):
+        read_content(Composed(audio=JFK), minilm(), max_seconds=2)
 
 
 def test_corrupted_videos(omni):
@@ -180,8 +186,8 @@ def test_search_command(index_uri, clip, tmp_path, capsys):
     audio.write_bytes(JFK), video.write_bytes(clip)
     expected = open_index(index_uri).search(spoken(), k=3)
     search.main([index_uri, "--audio", str(audio), "-k", "3", "--json"])
-    printed = capsys.readouterr().out
-    assert [hit.item_id in line for hit, line in zip(expected, printed.splitlines(), strict=True)]
+    printed = [json.loads(line)["item_id"] for line in capsys.readouterr().out.splitlines()]
+    assert printed == [hit.item_id for hit in expected]
     search.main([index_uri, "a", "wing", "--video", str(video), "-k", "1"])
     assert capsys.readouterr().out.startswith("  1 ")
     run = tmp_path / "run.trec"

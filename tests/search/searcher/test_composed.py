@@ -68,7 +68,7 @@ def test_explanations_and_maps(photos):
         assert TEXT in "".join(tokens) and not any(token.startswith("[") for token in tokens)
         assert all(location.box for match in hit.matches for location in match.locations)
         map = similarity_map(searcher, query, hit.item_id, name)
-        assert map.query_tokens == tokens and np.isfinite(map.values()).all()
+        assert list(map.query_tokens) == tokens and np.isfinite(map.values()).all()
         assert map.score == pytest.approx(hit.score, abs=1e-3)
         assert highlight(Previews(searcher.index), map).startswith(b"\x89PNG")
 
@@ -101,7 +101,7 @@ def test_search_job(photos, tmp_path, capsys):
     assert "best match: box" in capsys.readouterr().out
     assert (maps / "1.png").read_bytes().startswith(b"\x89PNG")
     search.main([uri, TEXT, "--image", photo, "--k", "2", "--run", str(run)])
-    assert "encoded" in capsys.readouterr().out and len(run.read_text().splitlines()) == 2
+    assert "queries/s" in capsys.readouterr().out and len(run.read_text().splitlines()) == 2
 
 
 def test_search_job_rejects_composed_query_for_text_encoder(photos, index_uri, capsys):

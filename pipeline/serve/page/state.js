@@ -21,6 +21,7 @@ export const DEFAULTS = Object.freeze({
   depth: "",
   k: "10",
   group: "",
+  negative: "",
   filter: "",
   area: "",
   sort: "",
@@ -100,6 +101,7 @@ export function searchBody(state, attachment = null, side = "a") {
   if (score !== DEFAULTS.score) body.score = score;
   if (state.candidates) body.candidates = state.candidates;
   if (state.group) body.group_by = state.group;
+  if (state.negative.trim()) body.negative = state.negative.trim();
   if (state.filter.trim()) body.filter = state.filter.trim();
   if (state.ids) body.ids = state.ids;
   const rerank = side === "b" ? state.rerank2 : state.rerank;

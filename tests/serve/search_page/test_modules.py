@@ -51,6 +51,7 @@ def test_search_bodies(page):
     assert body({"q": " wing ", "index": "i"}) == {"query": "wing", "index": "i", "k": 10}
     assert body({"q": "a"}, {"image": "AA"})["query"] == {"text": "a", "image": "AA"}
     assert body({}, {"audio": "AA"})["query"] == {"audio": "AA"}
+    assert body({"q": "a", "negative": " b "})["negative"] == "b"
     item = body({"item": "x", "box": "0,0,0.5,1", "times": "1,2"})
     assert item["query"] == {"item": "x", "box": [0, 0, 0.5, 1], "times": [1, 2]}
     assert item["k"] == 11  # the item itself is not shown

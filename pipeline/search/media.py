@@ -86,13 +86,15 @@ def read_content(
     content: dict[str, Any] = {}
     if query.image is not None:
         content["image"] = read_query_image(query.image)
-    if query.video is not None:
-        wants = ["frames"] if "video" in kinds else ["audio"]
-        if wants == ["frames"] and "audio" in kinds and query.audio is None:
-            wants.append("audio")
-        content |= _decode("video", query.video, wants, max_seconds)
     if query.audio is not None:
-        content = _decode("audio", query.audio, ["audio"], max_seconds) | content
+        content |= _decode("audio", query.audio, ["audio"], max_seconds)
+    if query.video is not None:
+        reads_frames, has_audio = "video" in kinds, "audio" in content
+        wants = ["frames"] if reads_frames else []
+        if not has_audio and ("audio" in kinds or not reads_frames):
+            wants.append("audio")
+        if wants:
+            content |= _decode("video", query.video, wants, max_seconds)
     texts = [query.text]
     if "audio" in content and "audio" not in kinds:
         lines = _recogniser().lines({"audio": content.pop("audio"), "item_id": "", "parent_id": ""})

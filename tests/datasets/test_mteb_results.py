@@ -349,3 +349,21 @@ def test_encoder_that_cannot_read_the_documents_is_refused(tmp_path):
     rule = "encoder must be an encoder that reads item_id or image or scan, which the source mteb"
     with pytest.raises(SpecError, match=rule):
         index(tmp_path, source, encoder="minilm")
+
+
+def test_video_queries_are_encoded(tmp_path, checkpoint):
+    """A task whose queries have a column of audio and one of videos."""
+    encoder = {
+        "name": "qwen_omni",
+        "model": checkpoint("qwen2_5_omni"),
+        "dtype": "float32",
+        "document_prompt": QUERY_PROMPT,
+    }
+    task = "AudioCapsAVVA2TRetrieval"
+    folder = mteb_data.pairs(tmp_path / "data", task)
+    uri = index(tmp_path, {"task": task, "data": str(folder)}, encoder=encoder)
+    source = {"task": task, "data": str(folder)}
+    evaluation = evaluate(tmp_path, uri, source, representations=["full"], bm25=False)
+    runs = read_runs(tmp_path)
+    assert {len(scores) for rankings in runs.values() for scores in rankings.values()} == {4}
+    assert "nDCG@10" in evaluation.results[0].means

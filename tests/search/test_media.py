@@ -65,7 +65,7 @@ def spoken() -> str:
     return read_content(Composed(audio=JFK), minilm())["text"]
 
 
-def test_speech_is_the_text_for_an_encoder_of_texts(clip):
+def test_speech_is_the_text_for_an_encoder_of_texts(clip, tmp_path):
     assert "my fellow" in spoken()
     queries = [spoken(), Composed("the moon", audio=JFK), Composed("a wing")]
     encoded = encode(minilm(), queries)
@@ -74,6 +74,11 @@ def test_speech_is_the_text_for_an_encoder_of_texts(clip):
     assert torch.equal(encoded.tokens.vectors, expected.tokens.vectors)
     content = read_content(Composed(video=clip), minilm())
     assert content.keys() == {"text"} and "my fellow" in content["text"]
+    silent = write_video(tmp_path / "a.mp4", [0.0, 1.0]).read_bytes()
+    both = Composed(audio=JFK, video=silent)
+    assert read_content(both, minilm())["text"] == spoken()
+    with pytest.raises(SpecError, match=r"^query.video must be a readable .*[(]no audio track"):
+        read_content(Composed(video=silent), minilm())
 
 
 def test_video_is_encoded_like_an_item(omni, clip, tmp_path):

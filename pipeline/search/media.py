@@ -132,7 +132,8 @@ def _decode(part: str, data: bytes, wants: Sequence[str], max_seconds: float) ->
             if isinstance(item, Unreadable):
                 raise item
         except Unreadable as error:
-            problem = f"cannot be read ({': '.join(filter(None, vars(error).values()))})"
+            detail = ": ".join(filter(None, vars(error).values())).replace(file.name, part)
+            problem = f"cannot be read ({detail})"
             raise SpecError(field, value, f"a readable {part} file", problem) from None
     content = {name: values for name, values in item.payload.items() if values}
     if "frames" in content:

@@ -198,8 +198,10 @@ class QueryEncoders:
         if isinstance(queries, EncodedQueries):
             encoded = Queries.from_encoded(queries)
         elif _is_encodable_batch(queries):
-            texts = [query.text if isinstance(query, Composed) else query for query in queries]
-            check_texts([text for text in texts if isinstance(text, str) and text])
+            texts = [
+                query.text or None if isinstance(query, Composed) else query for query in queries
+            ]
+            check_texts([text for text in texts if isinstance(text, str)])
             info = self._index.representation(representation).encoder
             forms = {} if encoded_before is None else encoded_before
             key = digest([info.spec, info.fingerprint])
@@ -322,7 +324,7 @@ def readable_queries(queries: AnyQueries, name: str) -> list[str | bytes]:
     readable = [query for query in inputs if isinstance(query, str | bytes)]
     if len(readable) < len(inputs):
         rule = "null unless every query is a text or an image"
-        raise SpecError("rerank", name, rule, "does not support encoded queries")
+        raise SpecError("rerank", name, rule, "does not support other queries")
     return readable
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from pipeline.config import SpecError, reading, within
 from pipeline.data.decode.image import without_comments
-from pipeline.encoders import unsupported_query
+from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Composed
 from pipeline.search.candidates import AUTO
@@ -164,8 +164,9 @@ def check_readable(queries: Sequence[wire.Query], name: str) -> None:
     for position, query in enumerate(queries):
         is_image = isinstance(query, wire.Media) and query.model_fields_set == {"image"}
         if not isinstance(query, str) and not is_image:
-            rule = f"a text or an image for {name}"
-            error = query_error(wire.query_kind(query), rule, position, len(queries))
+            parts = [QUERY_KINDS[part] for part in QUERY_KINDS if part in query.model_fields_set]
+            kind, rule = wire.query_kind(query), f"a text or an image for {name}"
+            error = query_error(" with ".join(parts) or kind, rule, position, len(queries))
             raise from_spec_error(error)
 
 

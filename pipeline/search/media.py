@@ -14,7 +14,7 @@ from pipeline.data.decode.process import Limits
 from pipeline.data.media import MediaFile
 from pipeline.data.recognise import Recogniser
 from pipeline.data.video import Video
-from pipeline.encoders import Encoder, unsupported_query
+from pipeline.encoders import QUERY_KINDS, Encoder, unsupported_query
 from pipeline.encoders.images import read_query_image
 from pipeline.registry import SPEECH
 from pipeline.schema import Composed, Item
@@ -53,9 +53,11 @@ def supported_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     """Returns the kinds of queries that are supported with an encoder's `query_kinds`.
 
     >>> supported_kinds(["text", "image", "composed"])
-    ('text', 'image', 'composed', 'audio', 'video')
+    ('text', 'image', 'audio', 'video', 'composed')
     """
-    return (*kinds, *(k for k in SOURCES if k not in kinds and is_supported([k], kinds)))
+    return tuple(
+        k for k in QUERY_KINDS if k in kinds or (k in SOURCES and is_supported([k], kinds))
+    )
 
 
 def read_content(

@@ -131,7 +131,7 @@ def test_frames_for_an_encoder_of_images(checkpoint, clip):
         ]
     )
     assert_close(video.vectors[0], frames.tokens.vectors.flatten(0, 1))
-    rule = "query must be a text or an image or a video or audio, got 'a text with an image'"
+    rule = "query must be a text or an image or audio or a video, got 'a text with an image'"
     with pytest.raises(SpecError, match=f"^{rule}, which is not supported by Dual$"):
         encode(encoder, [Composed("red", PHOTO)])
 

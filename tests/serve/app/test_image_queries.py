@@ -26,8 +26,8 @@ def test_image_queries(serving_once, checkpoint, tmp_path):
         assert client.indexes()[0].representations[0].queries == [
             "text",
             "image",
-            "video",
             "audio",
+            "video",
             "vectors",
             "item",
         ]
@@ -59,7 +59,7 @@ def test_composed_queries(serving_once, checkpoint, tmp_path):
     url = serving_once({"indexes": {"i": {"uri": uri, "num_shards": 2}}}, "composed")
     query = Composed("but in red", photo)
     with Client(url, tries=20) as client:
-        kinds = ["text", "image", "video", "composed", "audio", "vectors", "item"]
+        kinds = ["text", "image", "audio", "video", "composed", "vectors", "item"]
         assert client.indexes()[0].representations[0].queries == kinds
         searcher = open_index(uri)
         for name in ("full", "hpool_8"):

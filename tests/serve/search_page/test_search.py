@@ -332,6 +332,22 @@ def test_spoken_query(browser, page_url):
     assert browser.errors() == []
 
 
+def test_recorded_query(browser, page_url):
+    """The microphone of the tests beeps, in which a recogniser may find a word or none."""
+    browser.open(f"{page_url}?index=items")
+    browser.wait("document.querySelector('#results h2')")
+    browser.find("#record-button").click()
+    browser.wait("document.querySelector('#record-button').ariaPressed === 'true'")
+    time.sleep(1.5)
+    browser.find("#record-button").click()
+    browser.wait(
+        "document.querySelector('li.hit[data-item]') || "
+        "document.querySelector('#q-error').textContent.includes('audio with speech')"
+    )
+    assert browser.find("#record-button").get_attribute("aria-pressed") == "false"
+    assert browser.texts("#query-part .query-item") == ["audio"]
+
+
 def test_rejects_files_that_are_no_images(browser, page_url):
     browser.open(f"{page_url}?index=shapes")
     browser.wait("document.querySelector('#results h2')")

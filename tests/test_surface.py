@@ -18,7 +18,7 @@ LIMITS = {
     "verbs": 13,
     "flags of verbs": 123,
     "benches": 26,
-    "spec fields": 856,
+    "spec fields": 857,
     "HTTP fields": 236,
     "shipped specs": 29,
     "modules with one importer": 86,

@@ -164,12 +164,15 @@ class Engine:
         except SpecError as error:
             raise from_spec_error(error) from None
         encoded = {i: query for i, query in enumerate(read) if isinstance(query, Queries)}
-        for kinds in (str, bytes | Composed):  # texts do not wait for media
+        timeouts = self.settings.timeouts
+        # Texts do not wait for media.
+        groups = (str, timeouts.encode_s), (bytes | Composed, timeouts.media_s)
+        for kinds, timeout_s in groups:
             positions = [i for i, query in enumerate(read) if isinstance(query, kinds)]
             if positions:
                 results = await self.calls.call(
                     "encode",
-                    Caller(key, self.settings.timeouts.encode_s),
+                    Caller(key, timeout_s),
                     self._stages.encoder.encode,
                     representation,
                     info.encoder,

@@ -109,7 +109,7 @@ def test_spoken_and_negative_queries(serving_once, index_uri, lexical_uri):
     members = {"a": {"index": "i"}, "b": {"index": "j"}}
     indexes = {"i": {"uri": index_uri}, "j": {"uri": lexical_uri}}
     settings = {"indexes": indexes, "federations": {"all": {"members": members}}}
-    url = serving_once({**settings, "single_process": True, "timeouts": {"encode_s": 60}}, "speech")
+    url = serving_once({**settings, "single_process": True}, "speech")
     searcher = open_index(index_uri)
     with Client(url, tries=20) as client:
         kinds = ["text", "audio", "video", "vectors", "item"]

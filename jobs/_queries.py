@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.config import SpecError, reading
@@ -13,8 +13,8 @@ if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.query import AnyQuery
     from pipeline.search.searcher import Searcher
 
-#: Maximum size of a query image, in bytes.
-MAX_IMAGE_BYTES = 64 << 20
+#: Parts of a query that are files, which are options of the command line.
+PARTS = ("image", "audio", "video")
 
 
 def read(args: Namespace) -> Mapping[str, AnyQuery]:
@@ -24,7 +24,7 @@ def read(args: Namespace) -> Mapping[str, AnyQuery]:
     if args.queries:
         return read_queries(args.queries)
     if not args.query_vectors:
-        return {"1": _query(args.query, args.image)}
+        return {"1": _query(args)}
     vectors = read_query_vectors(args.query_vectors)
     if args.save_maps and len(vectors) > 1:
         problem = f"contains {len(vectors):,} queries"
@@ -33,24 +33,27 @@ def read(args: Namespace) -> Mapping[str, AnyQuery]:
     return vectors
 
 
-def _query(words: Sequence[str], image: str | None) -> str | bytes | Composed:
+def _query(args: Namespace) -> str | bytes | Composed:
     from pipeline.schema import Composed
 
-    text = " ".join(words)
-    if image is None:
+    files = {part: _read_file(part, path) for part in PARTS if (path := getattr(args, part))}
+    text = " ".join(args.query)
+    if not files:
         return text
-    data = _read_image(image)
-    return Composed(text, data) if words else data
+    return (
+        files["image"] if files.keys() == {"image"} and not args.query else Composed(text, **files)
+    )
 
 
-def _read_image(uri: str) -> bytes:
+def _read_file(part: str, uri: str) -> bytes:
     from pipeline.paths import open_file
+    from pipeline.search.media import MAX_BYTES
 
-    rule = f"a PNG, JPEG or WebP file of at most {MAX_IMAGE_BYTES:,} bytes"
-    with reading("image", uri, rule), open_file(uri) as file:
-        data = file.read(MAX_IMAGE_BYTES + 1)
-    if len(data) > MAX_IMAGE_BYTES:
-        raise SpecError("image", uri, rule, "is too large")
+    rule = f"a file of at most {MAX_BYTES:,} bytes"
+    with reading(part, uri, rule), open_file(uri) as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise SpecError(part, uri, rule, "is too large")
     return data
 
 

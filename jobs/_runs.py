@@ -35,10 +35,11 @@ def write(
     queries: Mapping[str, AnyQuery],
     options: SearchOptions,
     rerankers: Sequence[Reranker[Any]],
+    negative: str | None = None,
 ) -> None:
     """Ranks the items for all queries, writes the run to a file and prints the throughput."""
     from pipeline.eval.metrics import write_run
-    from pipeline.schema import Composed
+    from pipeline.search.media import Unencoded
     from pipeline.search.options import EQUAL_WEIGHTS
 
     signal.signal(signal.SIGTERM, _stop)
@@ -48,10 +49,10 @@ def write(
         reranker.report = jobs.say
         reranker.check(searcher.index, list(queries.values()))
     print(f"{len(queries):,} queries x {num_items:,} items", flush=True)
-    if all(isinstance(query, str | bytes | Composed) for query in queries.values()):
+    if all(isinstance(query, Unencoded) for query in queries.values()):
         searcher.encoder(options.column)  # loads the encoder before timing
     searcher.load(options.column, options.score, options.candidates)
-    run = _Run(searcher, queries, options, rerankers)
+    run = _Run(searcher, queries, options, rerankers, negative)
     weights = "" if options.weights == EQUAL_WEIGHTS else "-{:g}-{:g}".format(*options.weights)
     tag = f"{options.column}.{options.score}{weights}"
     tag += "".join(f".{reranker.spec.title}" for reranker in rerankers)
@@ -72,9 +73,10 @@ class _Run:
         queries: Mapping[str, AnyQuery],
         options: SearchOptions,
         rerankers: Sequence[Reranker[Any]],
+        negative: str | None,
     ):
         self._searcher, self._queries = searcher, queries
-        self._options, self._rerankers = options, rerankers
+        self._options, self._rerankers, self._negative = options, rerankers, negative
         self._seconds = 0.0
         self._num_done = self.num_hits = 0
 
@@ -82,7 +84,9 @@ class _Run:
         last_progress = time.monotonic()
         for batch in batches(self._queries):
             start = time.perf_counter()
-            rankings = self._searcher.rank_with([*batch.values()], self._options, self._rerankers)
+            rankings = self._searcher.rank_with(
+                [*batch.values()], self._options, self._rerankers, self._negative
+            )
             self._seconds += time.perf_counter() - start
             for query_id, ranking in zip(batch, rankings, strict=True):
                 grouped = self._options.group_by

@@ -16,6 +16,9 @@
     maxray search INDEX "a query" --rerank cross_encoder model=cross-encoder/ms-marco-MiniLM-L6-v2
     maxray search INDEX --image photo.jpg
     maxray search INDEX "but in red" --image photo.jpg
+    maxray search INDEX --audio question.wav        # a spoken question, or sounds like these
+    maxray search INDEX --video clip.mp4
+    maxray search INDEX "a car on a road" --not "a red car" --negative-weight 0.3
     maxray search INDEX --query-vectors query.npy
     maxray search FEDERATION.yaml "a query"         # several indexes as one
     maxray search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
@@ -86,6 +89,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "k": {"type": Assigned, "metavar": "K"},
     "score": {"choices": SCORES},
     "weights": {"type": Assigned, "nargs": 2, "metavar": ("SINGLE_VECTOR", "MAXSIM")},
+    "negative_weight": {"type": Assigned, "metavar": "W"},
     "fusion": {"nargs": "+", "metavar": ("FILE", "FIELD=VALUE")},
     "group_by": {"choices": ["parent"]},
     "filter": {"metavar": "SQL"},
@@ -113,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.query_vectors:
             _queries.check_vectors(searcher, queries, options.column)
         if args.run:
-            _runs.write(args.run, searcher, queries, options, rerankers)
+            _runs.write(args.run, searcher, queries, options, rerankers, args.negative)
         else:
             _search(searcher, queries, given, options, rerankers, args)
 
@@ -124,24 +128,27 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     for option, path in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
         if path and (args.run or args.queries or args.json):
             parser.error(f"{option} requires a single query and no --run or --json")
-    if args.save_sheet and not (args.query and not args.image):
+    files = [getattr(args, part) for part in _queries.PARTS]
+    if args.save_sheet and not (args.query and not any(files)):
         parser.error("--save-sheet requires a text query")
     if args.json and args.run:
         parser.error("--json cannot be combined with --run")
-    if sum(map(bool, (args.query or args.image, args.queries, args.query_vectors))) != 1:
+    if sum(map(bool, (args.query or any(files), args.queries, args.query_vectors))) != 1:
         parser.error(
-            "exactly one of these is required: QUERY with or without --image, --image, --queries "
-            "or --query-vectors"
+            "exactly one of these is required: QUERY, --image, --audio or --video, or a "
+            "combination of these; --queries; or --query-vectors"
         )
     if jobs.is_spec(args.index):
         check_exists(args.index, "index")
-        for option in ("version", "rerank", "actors", "save_maps", "save_sheet", "documents"):
+        others = ("version", "rerank", "actors", "save_maps", "save_sheet", "documents")
+        for option in (*others, "negative"):
             if getattr(args, option):
-                parser.error(f"--{option.replace('_', '-')} cannot be used with a federation")
+                name = "not" if option == "negative" else option.replace("_", "-")
+                parser.error(f"--{name} cannot be used with a federation")
     else:
         args.index = find_index(args.index)
         check_index(args.index)
-    for option in ("queries", "query_vectors", "image", "ids", "parents"):
+    for option in ("queries", "query_vectors", *_queries.PARTS, "ids", "parents"):
         if path := getattr(args, option):
             check_exists(path, option.replace("_", "-"))
     return args
@@ -241,7 +248,9 @@ def _search(
     is_merged = info.assignment_form == "assignment"
     is_ambiguous = is_merged and token_representation(searcher.index, info) is None
     for batch in _runs.batches(queries):
-        hits_of_queries = searcher.search_with(list(batch.values()), given, rerankers)
+        hits_of_queries = searcher.search_with(
+            list(batch.values()), given, rerankers, args.negative
+        )
         for (query_id, query), hits in zip(batch.items(), hits_of_queries, strict=True):
             _print_hits(query_id, query, hits, args, is_single=len(queries) == 1)
             if args.json:
@@ -330,6 +339,18 @@ def _parser() -> jobs.Parser:
         "--image",
         metavar="FILE",
         help="query image (PNG, JPEG or WebP); with QUERY, a composed query of both",
+    )
+    parser.add_argument(
+        "--audio", metavar="FILE", help="query audio; encoders of texts read its speech"
+    )
+    parser.add_argument(
+        "--video", metavar="FILE", help="query video; encoders of texts read its speech"
+    )
+    parser.add_argument(
+        "--not",
+        dest="negative",
+        metavar="TEXT",
+        help="text that the hits should not match, see --negative-weight",
     )
     parser.add_argument("--queries", metavar="FILE", help="text queries (.jsonl or id<TAB>text)")
     parser.add_argument("--query-vectors", metavar="FILE", help="query vectors (.npy or .parquet)")

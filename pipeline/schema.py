@@ -232,12 +232,22 @@ DEFAULT_RERANK_DEPTH = 10
 
 @dataclass(frozen=True)
 class Composed:
-    """Query that consists of a text and an image, such as an image of a shoe and "but in red".
+    """Query of one or several parts, such as an image of a shoe and the text "but in red".
 
     Attributes:
-        text: Text of the query.
-        image: Content of an image file in PNG, JPEG or WebP format.
+        text: Text of the query, or empty.
+        image: Content of an image file in PNG, JPEG or WebP format, or None.
+        audio: Content of an audio file, or None. It replaces the audio of the video.
+        video: Content of a video file, or None. A query has no image besides a video.
     """
 
-    text: str
-    image: bytes
+    text: str = ""
+    image: bytes | None = None
+    audio: bytes | None = None
+    video: bytes | None = None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts that the query has."""
+        parts = [name for name in ("image", "audio", "video") if getattr(self, name) is not None]
+        return ("text", *parts) if self.text else tuple(parts)

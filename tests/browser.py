@@ -20,6 +20,8 @@ FLAGS = (
     "--force-device-scale-factor=1",
     "--window-size=1280,900",
     "--autoplay-policy=no-user-gesture-required",
+    "--use-fake-device-for-media-stream",
+    "--use-fake-ui-for-media-stream",
 )
 #: Time limit for a condition, in seconds.
 WAIT_SECONDS = 20.0

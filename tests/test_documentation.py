@@ -106,8 +106,8 @@ def check_job(words: list[str], files: Mapping[str, str]) -> None:
 
 
 def check_request(words: list[str]) -> None:
-    """Checks the body of a request to a server's search."""
-    if any(word.endswith("/v1/search") for word in words):
+    """Checks the body of a request to a server's search, which can also be a form."""
+    if any(word.endswith("/v1/search") for word in words) and "-F" not in words:
         wire.SearchRequest.model_validate_json(words[words.index("-d") + 1])
 
 

@@ -379,7 +379,7 @@ class Queries(CollectionQueries["Queries.Spec"]):
         options: dict[str, Any] = {}
         if self.spec.direction == "image_to_text":
             images = ImageFiles({image.id: self._uri(image) for image in self._images})
-            options = {"measure": "Success@1", "images": images}
+            options = {"measure": "Success@1", "media": {"image": images}}
         pools: dict[str, tuple[str, ...]] = {}
         for pairs in self._folds:
             pool = tuple(document for _, documents in pairs for document in documents)

@@ -352,7 +352,7 @@ class Queries(CollectionQueries["Queries.Spec"]):
                 rule = "the folder of the query images, to which their paths are relative"
                 raise MissingField("images", None, rule)
             uris = {q: posixpath.join(spec.images, path) for q, path in images.items()}
-            options["images"] = ImageFiles(uris)
+            options["media"] = {"image": ImageFiles(uris)}
         if pools := {query_id: row.pool for query_id, row in rows.items() if row.pool}:
             options["pools"] = pools
         return options

@@ -610,13 +610,41 @@ class _RowVideos(_RowFiles, Video):
 # -- queries --------------------------------------------------------------------------------------
 
 
+class QueryFiles(Mapping[str, bytes]):
+    """Files in a column of the queries of a task, by query id. Each is read when it is needed.
+
+    `rows` are the numbers of the rows of the queries that have a file.
+    """
+
+    def __init__(self, task: str, column: str, queries: Dataset, rows: Mapping[str, int]):
+        self._task, self._column, self._rows = task, column, rows
+        self._queries = queries.select_columns([column]) if rows else queries
+
+    def __getitem__(self, query_id: str) -> bytes:
+        value = self._queries[self._rows[query_id]][self._column]
+        rule = "a task whose queries are readable"
+        problem = f"has no readable {self._column} for the query {query_id!r}"
+        with reading("task", self._task, rule, Unreadable, problem=problem):
+            data = file_content(value, self._column)
+        if data is None:
+            raise SpecError("task", self._task, rule, problem)
+        return data
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
 class Queries(CollectionQueries["Queries.Spec"]):
     """Queries and judgments of a retrieval task of mteb.
 
-    **Queries.** Texts, images, or both, which the encoder must support. The instruction of a single
-    query is appended to its text, as in mteb. The instruction of the task replaces that of the
-    encoder's query template; encoders whose template has none ignore it. Queries with an empty
-    text are left out.
+    **Queries.** Texts, images, audio, videos, or several of these, which the encoder must support.
+    An audio column replaces the audio of the video. The instruction of a single query is appended
+    to its text, as in mteb. The instruction of the task replaces that of the encoder's query
+    template; encoders whose template has none ignore it. Queries without text and files are left
+    out.
 
     **Judgments.** All grades are preserved. Queries without judgments are left out.
 
@@ -645,28 +673,21 @@ class Queries(CollectionQueries["Queries.Spec"]):
         return Task(self.spec)
 
     @functools.cached_property
-    def _inputs(self) -> tuple[dict[str, str], dict[str, bytes]]:
-        """The texts and the images of the queries, by id. Audio and video queries are errors."""
-        name, modalities = self.spec.task, self._task.query_modalities
-        rule = "a task whose queries are texts, images, or both"
-        if not set(modalities) <= {"text", "image"}:
-            raise SpecError("task", name, rule, f"has queries of {' and '.join(modalities)}")
+    def _inputs(self) -> tuple[dict[str, str], dict[str, QueryFiles]]:
+        """The texts of the queries by id, and their files by part."""
+        modalities, queries = self._task.query_modalities, load(self.spec).queries
         texts: dict[str, str] = {}
-        images: dict[str, bytes] = {}
-        for row in load(self.spec).queries:
+        rows: dict[str, dict[str, int]] = {part: {} for part in modalities if part != "text"}
+        for number, row in enumerate(queries):
             query_id = str(row["id"])
             text = query_text(row) if "text" in modalities else ""
-            if "text" in modalities and is_blank(text):
+            parts = [part for part in rows if row.get(part) is not None]
+            if is_blank(text) and not parts:
                 continue  # some tasks have empty queries
-            texts[query_id] = text
-            if "image" in modalities:
-                problem = f"has an unreadable image for the query {query_id!r}"
-                with reading("task", name, rule, Unreadable, problem=problem):
-                    image = file_content(row.get("image"), "image")
-                if image is None:
-                    raise SpecError("task", name, rule, f"has no image for the query {query_id!r}")
-                images[query_id] = image
-        return texts, images
+            texts[query_id] = "" if is_blank(text) else text
+            for part in parts:
+                rows[part][query_id] = number
+        return texts, {part: QueryFiles(self.spec.task, part, queries, rows[part]) for part in rows}
 
     def queries(self) -> dict[str, str]:
         """Returns the texts of the judged queries, without queries whose text is empty."""
@@ -692,9 +713,9 @@ class Queries(CollectionQueries["Queries.Spec"]):
     def options(self) -> dict[str, Any]:
         """Returns the images, the pools, the instruction and other properties of the task."""
         task, pools = self._task, load(self.spec).top_ranked
-        texts, images = self._inputs
+        texts, media = self._inputs
         return {
-            "images": images or None,
+            "media": {part: files for part, files in media.items() if files},
             "pools": pools and {query_id: pools.get(query_id, []) for query_id in texts},
             "instruction": task.instruction if self.spec.instruction == "task" else None,
             "measure": mteb_results.measure_name(task.mteb.metadata.main_score),

@@ -25,8 +25,14 @@ from pipeline.schema import is_blank
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
-#: Kinds of queries, with their names in messages.
-QUERY_KINDS = {"text": "a text", "image": "an image", "composed": "a text with an image"}
+#: Kinds of queries, with their names in messages. "composed" are combinations of the others.
+QUERY_KINDS = {
+    "text": "a text",
+    "image": "an image",
+    "audio": "audio",
+    "video": "a video",
+    "composed": "a combination of these",
+}
 
 
 class AttentionInfo(NamedTuple):
@@ -48,10 +54,13 @@ class EncodedQueries:
     Attributes:
         tokens: Tokens of B queries. `spans` are character offsets into the query texts.
         token_texts: Text of each real token of each query, used by explanations.
+        texts: Text of each query, including text that was recognised in its media, or None for a
+            query without text. None if the texts are unknown.
     """
 
     tokens: TokenBatch
     token_texts: list[list[str]]
+    texts: list[str | None] | None = None
 
 
 class Encoder(ABC, Generic[ComponentSpecT]):
@@ -207,31 +216,18 @@ class Encoder(ABC, Generic[ComponentSpecT]):
             SpecError: A text is empty or too long, or the encoder does not support text queries.
         """
 
-    def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes image queries. The `query_kinds` of the encoder must contain "image".
+    def encode_media(self, queries: Sequence[Mapping[str, Any]]) -> EncodedQueries:
+        """Encodes queries with images, audio or video, of the supported kinds, in order.
 
         Args:
-            images: PNG, JPEG or WebP files.
+            queries: Contents of the queries, at least one. Like items, they have some of the
+                columns `text`, `image`, `frames` and `audio` of `schema.PAYLOAD`, and the `span`
+                of a video.
 
         Raises:
-            SpecError: An image cannot be read, or the encoder does not support image queries.
+            SpecError: A query cannot be read, or the encoder supports only texts.
         """
-        raise self._not_read("image")
-
-    def encode_composed(self, texts: Sequence[str], images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes queries of a text and an image, in order.
-
-        For encoders whose `query_kinds` contain "composed".
-
-        Args:
-            texts: Texts of the queries.
-            images: PNG, JPEG or WebP files, one per text.
-
-        Raises:
-            SpecError: A text or an image is invalid, or the encoder does not support composed
-                queries.
-        """
-        raise self._not_read("composed")
+        raise self._texts_only()
 
     def with_instruction(self, instruction: str) -> Self:
         """Returns the encoder with the instruction of a task in its query template.
@@ -253,8 +249,8 @@ class Encoder(ABC, Generic[ComponentSpecT]):
         """
         return None
 
-    def _not_read(self, kind: str) -> SpecError:
-        return unsupported_query(kind, self.query_kinds(self.spec), type(self).__name__)
+    def _texts_only(self) -> SpecError:
+        return unsupported_query(["image"], self.query_kinds(self.spec), type(self).__name__)
 
 
 class Trainable(Encoder[ComponentSpecT]):
@@ -355,14 +351,17 @@ def readable_query(value: Any) -> Iterator[None]:
         raise SpecError("query", value, "a readable input", note=f" ({error.detail})") from None
 
 
-def unsupported_query(kind: str, kinds: Sequence[str], encoder: str) -> SpecError:
-    """Builds the error for a kind of query (see `QUERY_KINDS`) that an encoder does not support.
+def unsupported_query(parts: Sequence[str], kinds: Sequence[str], encoder: str) -> SpecError:
+    """Builds the error for the parts of a query that an encoder does not support together.
 
-    >>> str(unsupported_query("composed", ["text", "image"], "X"))
+    `kinds` are the supported keys of `QUERY_KINDS`.
+
+    >>> str(unsupported_query(["text", "image"], ["text", "image"], "X"))
     "query must be a text or an image, got 'a text with an image', which is not supported by X"
     """
-    rule = " or ".join(QUERY_KINDS[supported] for supported in kinds) or "query vectors"
-    return SpecError("query", QUERY_KINDS[kind], rule, f"is not supported by {encoder}")
+    rule = " or ".join(QUERY_KINDS[kind] for kind in kinds) or "query vectors"
+    value = " with ".join(QUERY_KINDS[part] for part in parts)
+    return SpecError("query", value, rule, f"is not supported by {encoder}")
 
 
 def batches_by_size(sizes: np.ndarray, budget: int) -> Iterator[np.ndarray]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from PIL import Image
 
 from pipeline.config import ComponentSpecT
 from pipeline.encoders import EncodedQueries, Encoder
-from pipeline.encoders.images import open_query_image
+from pipeline.encoders.images import item_images
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.tokens import TokenBatch, normalise, pad
 
@@ -101,18 +102,27 @@ class PartsEncoder(Encoder[ComponentSpecT]):
 
     @classmethod
     def query_kinds(cls, spec: Any) -> tuple[str, ...]:
-        """Returns "text" and, for models of images, "image"."""
-        return ("text",) if spec.documents == "text" else ("text", "image")
+        """Returns "text" and, for models of images, "image" and "video"."""
+        return ("text",) if spec.documents == "text" else ("text", "image", "video")
 
-    def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes image queries like items, in order."""
-        if "image" not in self.query_kinds(self.spec):
-            raise self._not_read("image")
-        return self._encode_opened([open_query_image(data) for data in images])
+    def encode_media(self, queries: Sequence[Mapping[str, Any]]) -> EncodedQueries:
+        """Encodes images, and the frames of videos, like items, in order."""
+        if self.query_kinds(self.spec) == ("text",):
+            raise self._texts_only()
+        images = [[image for image, _, _ in item_images(query)] for query in queries]
+        encoded = self._encode_opened(list(itertools.chain(*images)))
+        counts = [len(each) for each in images]
+        if set(counts) == {1}:
+            return encoded
+        tokens, names = encoded.tokens, iter(encoded.token_texts)
+        parts = [row[mask] for row, mask in zip(tokens.vectors, tokens.mask, strict=True)]
+        pooled = None if tokens.pooled is None else list(tokens.pooled)
+        texts = [list(itertools.chain(*itertools.islice(names, count))) for count in counts]
+        return EncodedQueries(join_parts(parts, counts, self.dim, pooled), texts)
 
     @abstractmethod
     def _encode_opened(self, images: Sequence[Image.Image]) -> EncodedQueries:
-        """Encodes decoded image queries like items, in order."""
+        """Encodes decoded images like items, in order."""
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:

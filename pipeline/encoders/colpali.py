@@ -68,13 +68,12 @@ ENGINE_NAMES = {
 class ColPali(SequenceEncoder[PageSpec]):
     """Encoder of pages, images and frames, and with ColQwen-Omni of video and audio.
 
-    Items with several images, such as the frames of a video, are encoded one image at a time. Image
-    queries are encoded like pages.
+    Items with several images, such as the frames of a video, are encoded one image at a time.
+    Queries with media are encoded like items.
     """
 
     Spec = PageSpec
 
-    default_query_kinds = ("text", "image")
     pooled_dim = None
     empty_reason = "no image"
     has_projection = True
@@ -129,6 +128,12 @@ class ColPali(SequenceEncoder[PageSpec]):
         """Returns images and video frames, and audio for ColQwen-Omni."""
         _, family = _declared(spec)
         return ("image", "frames", "audio") if family.media == "omni" else ("image", "frames")
+
+    @classmethod
+    def query_kinds(cls, spec: PageSpec) -> tuple[str, ...]:
+        """Returns texts, images and videos, and audio for ColQwen-Omni."""
+        more = ("audio",) if "audio" in cls.supported_inputs(spec) else ()
+        return ("text", "image", *more, "video")
 
     @classmethod
     def attention(cls, spec: PageSpec) -> AttentionInfo:

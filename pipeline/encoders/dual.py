@@ -70,8 +70,8 @@ class Dual(SequenceEncoder["Dual.Spec"]):
     share a space. The token vectors of a text are, in order of preference, the hidden states of the
     text tower if both towers have the same width, the text's single vector if it has the width of
     the vision tower, or none, which leaves only the score `single`. A text that is a document then
-    has one token vector of zeros, because an index does not store items without vectors. Image
-    queries are encoded like items.
+    has one token vector of zeros, because an index does not store items without vectors. Images and
+    videos that are queries are encoded like items.
     """
 
     class Spec(CheckpointSpec):
@@ -104,7 +104,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         2 checkpoints do not.
         """
 
-    default_query_kinds = ("text", "image")
+    default_query_kinds = ("text", "image", "video")
     empty_reason = "no image"
     pooled_position = "first"
 
@@ -354,16 +354,18 @@ class DualReader(Reader["Dual.Spec"]):
         right, bottom = left + images.crop_size.width, top + images.crop_size.height
         return (left / width, top / height, right / width, bottom / height)
 
-    def read_image_query(self, image: Image.Image) -> tuple[ModelInput, list[str]]:
-        """Returns the sequence of an image query, built like that of an item."""
-        inputs = self._read_image(image, torch.nan, torch.nan)
-        # Patches have no token ids. `token_names` names them by location.
-        ids = torch.zeros(len(inputs), dtype=torch.int64)
-        with_ids = dataclasses.replace(inputs, sequence={"input_ids": ids})
-        names = token_names(self.processor.tokenizer, with_ids)
-        if self.spec.keep_class and self.settings.model_type == "clip":
-            names[0] = "[CLASS]"
-        return inputs, names
+    def read_media_query(self, query: Mapping[str, Any]) -> tuple[list[ModelInput], list[str]]:
+        """Returns one sequence per image or frame, built like those of an item."""
+        sequences = [self._read_image(*timed) for timed in item_images(query)]
+        names = []
+        for inputs in sequences:
+            # Patches have no token ids. `token_names` names them by location.
+            ids = torch.zeros(len(inputs), dtype=torch.int64)
+            with_ids = dataclasses.replace(inputs, sequence={"input_ids": ids})
+            names += token_names(self.processor.tokenizer, with_ids)
+            if self.spec.keep_class and self.settings.model_type == "clip":
+                names[-int(inputs.keep.sum())] = "[CLASS]"
+        return sequences, names
 
     def read_text_query(self, text: str) -> tuple[ModelInput, list[str]]:
         """Builds the sequence of a text query, for SigLIP padded to the length of the tower."""

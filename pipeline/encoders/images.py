@@ -21,7 +21,7 @@ QUERY_FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS, MAX_INPUT_PIXELS = 4_000_000, 200_000_000
 
 
-def open_query_image(data: bytes) -> Image.Image:
+def read_query_image(data: bytes) -> bytes:
     """Decodes a query image like the image source decodes items by default.
 
     A query and an item of the same file are therefore identical: upright, 8-bit, on a white
@@ -30,8 +30,12 @@ def open_query_image(data: bytes) -> Image.Image:
     rule = f"an image file ({', '.join(QUERY_FORMATS)})"
     with reading("query", "the image", rule, Unreadable, ValueError, SyntaxError):
         Image.open(io.BytesIO(without_comments(data)), formats=QUERY_FORMATS).close()
-        decoded = decode(data, max_pixels=MAX_PIXELS, max_input_pixels=MAX_INPUT_PIXELS)
-    with Image.open(io.BytesIO(decoded["image"])) as image:
+        return decode(data, max_pixels=MAX_PIXELS, max_input_pixels=MAX_INPUT_PIXELS)["image"]
+
+
+def open_query_image(data: bytes) -> Image.Image:
+    """Opens a query image in RGB, decoded by `read_query_image`."""
+    with Image.open(io.BytesIO(read_query_image(data))) as image:
         return image.convert("RGB")
 
 

@@ -18,14 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from PIL import Image
 from pydantic import Field
 from transformers import PreTrainedModel
 
 from pipeline.config import SpecError, reading
 from pipeline.encoders import AttentionInfo, readable_query
+from pipeline.encoders.images import item_images
 from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
     ADAPTER_SETTINGS,
@@ -90,7 +89,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         trained for 128, 256, 512, 1024 and 2048."""
         max_item_tokens: int = Field(32768, ge=1)
 
-    default_query_kinds = ("text", "image")
+    default_query_kinds = ("text", "image", "video")
     empty_reason = "no image and no text"
     padding_side = "left"
     has_spans = True
@@ -198,9 +197,10 @@ class JinaReader(QwenReader["JinaV4.Spec"]):
         _, writer = self.fit_to_limit(1, lambda _: self.write(prompt, text))
         return writer.build({}, is_pooled=torch.ones(len(writer.ids), dtype=torch.bool))
 
-    def read_image_query(self, image: Image.Image) -> tuple[ModelInput, list[str]]:
-        """Returns the sequence of an image query, built like that of a document."""
-        return self.with_token_names(self._read_image((image, np.nan, np.nan)))
+    def read_media_query(self, query: Mapping[str, Any]) -> tuple[list[ModelInput], list[str]]:
+        """Returns one sequence per image or frame, built like those of a document."""
+        sequences = [self._read_image(image) for image in item_images(query)]
+        return sequences, [name for each in sequences for name in self.with_token_names(each)[1]]
 
     def read_text_query(self, text: str) -> tuple[ModelInput, list[str]]:
         """Returns the sequence of a text query with its prefix."""

@@ -154,11 +154,6 @@ class PageReader(Reader[PageSpec]):
         """Returns one sequence per image."""
         return [self.read_image(*timed) for timed in item_images(item)]
 
-    def read_image_query(self, image: Image.Image) -> tuple[ModelInput, list[str]]:
-        """Returns the sequence of an image query, built like that of a page."""
-        inputs = self.read_image(image, torch.nan, torch.nan)
-        return inputs, token_names(self.tokenizer, inputs)
-
     def read_text_query(self, text: str) -> tuple[ModelInput, list[str]]:
         """Returns the sequence of a text query, with its prefix and augmentation tokens."""
         prefix = fill_template(self.prefix, self.instruction)

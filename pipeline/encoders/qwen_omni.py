@@ -83,6 +83,7 @@ class QwenOmni(StatesEncoder["QwenOmni.Spec"]):
         *("documents", "interleave", "document_prompt", "max_frames", "max_audio_seconds"),
         *("max_item_tokens", "audio_rate"),
     )
+    default_query_kinds = ("text", "image", "audio", "video", "composed")
     empty_reason = "no image, no audio and no text"
 
     @classmethod
@@ -298,9 +299,16 @@ class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
             text = ""
         if not images and not audio and not text:
             return []
-        read = self._build(self.spec.document_prompt, text, images, audio=audio)
+        return [self._build(self.spec.document_prompt, text, images, audio=audio)]
+
+    def _build(self, *content: Any, audio: Audio | None = None, **options: Any) -> ModelInput:
+        read = super()._build(*content, audio=audio, **options)
         media = audio.media if audio else {}
-        return [dataclasses.replace(read, media={**read.media, **media})]
+        return dataclasses.replace(read, media={**read.media, **media})
+
+    def read_media(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the audio of an item."""
+        return {"audio": self.read_audio(item)}
 
     def read_audio(self, item: Mapping[str, Any]) -> Audio | None:
         """Returns the audio of an item, or None if it is too short for a token."""

@@ -90,8 +90,8 @@ class StatesSpec(QwenSpec):
     """Prompt of queries. `{content}` is replaced with the query, and `{instruction}` or the
     instruction of the default prompt with that of the benchmark's task."""
     mask_composed: bool = True
-    """Drop the image tokens of composed queries (SMART, appendix B). The text tokens have attended
-    to them.
+    """Drop the image and audio tokens of composed queries (SMART, appendix B). The text tokens have
+    attended to them.
     """
     bidirectional: bool = False
     """Use bidirectional attention."""

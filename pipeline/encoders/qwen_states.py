@@ -17,10 +17,9 @@ import torch
 from PIL import Image
 from transformers import PretrainedConfig, PreTrainedModel
 
-from pipeline.config import SpecError
 from pipeline.data.decode import Unreadable
-from pipeline.encoders import AttentionInfo, EncodedQueries, readable_query
-from pipeline.encoders.images import open_query_image
+from pipeline.encoders import AttentionInfo, readable_query
+from pipeline.encoders.images import item_images
 from pipeline.encoders.layers import attention_info, check_layers, layer_states, make_bidirectional
 from pipeline.encoders.loading import NOT_IN_FINGERPRINTS, checkpoint_fingerprint
 from pipeline.encoders.model_inputs import ModelInput
@@ -38,7 +37,6 @@ from pipeline.encoders.templates import (
     fill_template,
 )
 from pipeline.encoders.trained import appended_hashes, check_appended_tokens
-from pipeline.schema import is_blank
 from pipeline.taps import MODEL_STATISTICS
 from pipeline.tokens import SPECIAL, VISUAL
 
@@ -65,7 +63,7 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
 
     ITEM_FIELDS: ClassVar[tuple[str, ...]]
 
-    default_query_kinds = ("text", "image", "composed")
+    default_query_kinds: ClassVar[tuple[str, ...]] = ("text", "image", "video", "composed")
     padding_side = "left"
     checkpoint_prefix = "model."
     has_spans = True
@@ -120,16 +118,6 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
     def attention_module(self) -> PreTrainedModel:
         """Returns the language model."""
         return self.model.language_model
-
-    def encode_composed(self, texts: Sequence[str], images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes queries of a text and an image, in order."""
-        if not texts or len(texts) != len(images):
-            raise SpecError("query", len(texts), "one text per image, and at least one")
-        queries = [
-            self._reader.read_composed_query(text, open_query_image(data))
-            for text, data in zip(texts, images, strict=True)
-        ]
-        return self._encode_inputs(queries)
 
     def forward(
         self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
@@ -298,22 +286,20 @@ class StatesReader(QwenReader[StatesSpecT]):
         """Returns the sequence of a single image, displayed from `start` to `stop` s, or NaN."""
         return self._build_still(self.spec.document_prompt, "", [(image, start, stop)])
 
-    def read_image_query(self, image: Image.Image) -> tuple[ModelInput, list[str]]:
-        """Returns the sequence of an image query."""
-        images = [(image, np.nan, np.nan)]
-        return self.with_token_names(self._build(self.query_prompt, "", images))
-
     def read_text_query(self, text: str) -> tuple[ModelInput, list[str]]:
         """Returns the sequence of a text query."""
-        return self.with_token_names(self._read_query(text), text)
+        with readable_query(text):
+            return self.with_token_names(self._build(self.query_prompt, text), text)
 
-    def read_composed_query(self, text: str, image: Image.Image) -> tuple[ModelInput, list[str]]:
-        """Returns the sequence of a query of an image followed by a text."""
-        if is_blank(text):
-            raise SpecError("query", text, "a text with at least one word")
-        images = [(image, np.nan, np.nan)]
-        return self.with_token_names(self._read_query(text, images, is_composed=True), text)
+    def read_media_query(self, query: Mapping[str, Any]) -> tuple[list[ModelInput], list[str]]:
+        """Returns the sequence of the media of a query, followed by its text."""
+        text, images, media = query.get("text") or "", item_images(query), self.read_media(query)
+        if not images and not any(media.values()):
+            return [], []
+        inputs = self._build(self.query_prompt, text, images, is_composed=bool(text), **media)
+        inputs, names = self.with_token_names(inputs, text)
+        return [inputs], names
 
-    def _read_query(self, *read: Any, **options: Any) -> ModelInput:
-        with readable_query(read[0]):
-            return self._build(self.query_prompt, *read, **options)
+    def read_media(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of an item besides images and text, as arguments of `_build`."""
+        return {}

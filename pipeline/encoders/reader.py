@@ -14,7 +14,6 @@ import pyarrow as pa
 import torch
 from PIL import Image
 
-from pipeline.config import SpecError
 from pipeline.encoders.images import png_file
 from pipeline.encoders.loading import CheckpointSpecT
 from pipeline.encoders.model_inputs import ModelInput, pack
@@ -24,6 +23,7 @@ from pipeline.encoders.templates import (
     image_template,
     text_template,
 )
+from pipeline.encoders.tokenizing import token_names
 from pipeline.runtime.progress import counted_rows
 from pipeline.schema import PAYLOAD
 from pipeline.tokens import VISUAL
@@ -68,23 +68,16 @@ class Reader(ABC, Generic[CheckpointSpecT]):
             SpecError: The text exceeds the token limit of the model.
         """
 
-    def read_image_query(self, image: Image.Image) -> tuple[ModelInput, list[str]]:
-        """Returns the sequence of an image query and the name of each token.
+    def read_media_query(self, query: Mapping[str, Any]) -> tuple[list[ModelInput], list[str]]:
+        """Returns the sequences of a query with media and the name of each token.
+
+        By default, they are those of an item with the same content.
 
         Raises:
-            SpecError: The model does not support image queries, or cannot read this image.
+            Unreadable: The model cannot read the query.
         """
-        raise SpecError("query", "an image", "a text", f"is not supported by {self.spec.name}")
-
-    def read_composed_query(self, text: str, image: Image.Image) -> tuple[ModelInput, list[str]]:
-        """Returns the sequence of a query of a text and an image, and the name of each token.
-
-        Raises:
-            SpecError: The model does not support composed queries, or cannot read this one.
-        """
-        raise SpecError(
-            "query", text, "a text", f"cannot be combined with an image in {self.spec.name}"
-        )
+        sequences = self.read_item(query)
+        return sequences, [n for inputs in sequences for n in token_names(self.tokenizer, inputs)]
 
     def templates(self, inputs: Collection[str]) -> Templates:
         """Returns the templates of queries and items, derived from their token ids."""

@@ -20,6 +20,7 @@ import pyarrow as pa
 import torch
 from transformers import PreTrainedModel
 
+from pipeline.config import SpecError
 from pipeline.encoders import (
     EncodedQueries,
     Trainable,
@@ -30,7 +31,6 @@ from pipeline.encoders import (
 from pipeline.encoders.appended import APPENDED, AppendedTokens, append_positions
 from pipeline.encoders.attention import input_layers, recording, tap_rows, tap_values
 from pipeline.encoders.batching import concatenate, group_passes, prefetch
-from pipeline.encoders.images import open_query_image
 from pipeline.encoders.loading import CheckpointSpecT, weight_files
 from pipeline.encoders.model_inputs import Collated, ModelInput, collate, unpack_column
 from pipeline.encoders.reader import MODEL_INPUTS, Reader
@@ -167,22 +167,29 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
         """Encodes query texts, in order."""
         check_query_texts(texts)
-        return self._encode_inputs([self._reader.read_text_query(text) for text in texts])
+        read = (self._reader.read_text_query(text) for text in texts)
+        return self._encode_inputs([([inputs], names) for inputs, names in read])
 
-    def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes image queries, in order."""
-        queries = []
-        for data in images:
-            image = open_query_image(data)
-            with readable_query("the image"):
-                queries.append(self._reader.read_image_query(image))
-        return self._encode_inputs(queries)
+    def encode_media(self, queries: Sequence[Mapping[str, Any]]) -> EncodedQueries:
+        """Encodes queries with media, in order."""
+        if self.query_kinds(self.spec) == ("text",):
+            raise self._texts_only()
+        read = []
+        for query in queries:
+            value = query.get("text") or "the media"
+            with readable_query(value):
+                read.append(self._reader.read_media_query(query))
+            if not read[-1][0]:
+                raise SpecError("query", value, "a readable input", "is too short")
+        return self._encode_inputs(read)
 
-    def _encode_inputs(self, queries: Sequence[tuple[ModelInput, list[str]]]) -> EncodedQueries:
-        sizes = np.array([len(inputs) for inputs, _ in queries])
+    def _encode_inputs(
+        self, queries: Sequence[tuple[list[ModelInput], list[str]]]
+    ) -> EncodedQueries:
+        sizes = np.array([sum(map(len, inputs)) for inputs, _ in queries])
         batches, order = [], []
         for rows in batches_by_size(sizes, self.spec.max_batch_tokens):
-            inputs = [[queries[row][0]] for row in rows]
+            inputs = [queries[row][0] for row in rows]
             batches.append(self._embed(inputs, self._collate_passes(inputs), ()))
             order += rows.tolist()
         tokens = concatenate(batches).take(torch.from_numpy(np.argsort(order)))

@@ -15,7 +15,7 @@ The frozen encoder can be any encoder. Training with `trainable: adapter` writes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -217,10 +217,6 @@ class Smart(Encoder["Smart.Spec"]):
         """Encodes query texts, in order."""
         return self._adapt_queries(self._inner.encode_queries(texts))
 
-    def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes image queries, in order."""
-        return self._adapt_queries(self._inner.encode_images(images))
-
-    def encode_composed(self, texts: Sequence[str], images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes queries of a text and an image, in order."""
-        return self._adapt_queries(self._inner.encode_composed(texts, images))
+    def encode_media(self, queries: Sequence[Mapping[str, Any]]) -> EncodedQueries:
+        """Encodes queries with media, in order."""
+        return self._adapt_queries(self._inner.encode_media(queries))

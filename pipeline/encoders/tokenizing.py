@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipeline.encoders.model_inputs import ModelInput
-from pipeline.tokens import SPECIAL, TEXT, VISUAL
+from pipeline.tokens import AUDIO, SPECIAL, TEXT, VISUAL
 
 #: Held during each call of a tokenizer, and of a processor that contains one. A fast tokenizer
 #: stores the truncation, the padding and the treatment of special tokens of the current call, so
@@ -20,9 +20,10 @@ TOKENIZER_LOCK = threading.RLock()
 
 
 def token_names(tokenizer: Any, inputs: ModelInput) -> list[str]:
-    """Returns the name of each kept position of a query: its text, or the location of its patch.
+    """Returns the name of each kept position of a query: its text, its patch or its time.
 
-    A patch is named by the coordinates x and y of its centre, in percent of the image size.
+    A patch is named by the coordinates x and y of its centre, in percent of the image size, and an
+    audio token by its start in seconds.
     """
     names = []
     ids = inputs.sequence["input_ids"].tolist()
@@ -32,6 +33,8 @@ def token_names(tokenizer: Any, inputs: ModelInput) -> list[str]:
         if kind == VISUAL:
             x, y = (50 * (box[0] + box[2])).round(), (50 * (box[1] + box[3])).round()
             names.append(f"[{x:.0f},{y:.0f}]" if torch.isfinite(x) else "[]")
+        elif kind == AUDIO:
+            names.append(f"[{box[4]:.2f} s]")
         else:
             names.append(tokenizer.decode([number]).strip() or tokenizer.decode([number]))
     return names

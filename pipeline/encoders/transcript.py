@@ -7,8 +7,9 @@ the default recognisers. A photo without text cannot be indexed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -97,6 +98,14 @@ class Transcript(Encoder["Transcript.Spec"]):
         return tuple(dict.fromkeys(["text", *read]))
 
     @classmethod
+    def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
+        """Returns texts, and audio and videos if a recogniser reads them."""
+        read = cls.supported_inputs(spec)
+        audio = ("audio",) if "audio" in read else ()
+        is_recognised = "audio" in read or "frames" in read
+        return ("text", *audio, "video", "composed") if is_recognised else ("text",)
+
+    @classmethod
     def attention(cls, spec: Spec) -> AttentionInfo | None:
         """Returns the attention statistics of the text encoder."""
         return MiniLM.attention(spec.text)
@@ -162,6 +171,16 @@ class Transcript(Encoder["Transcript.Spec"]):
         """Encodes query texts with MiniLM, in order."""
         return self._minilm.encode_queries(texts)
 
+    def encode_media(self, queries: Sequence[Mapping[str, Any]]) -> EncodedQueries:
+        """Encodes the texts of queries and the words that are recognised in their media."""
+        texts = [self._recognition.read_query(query) for query in queries]
+        encoded = self.encode_queries(texts)
+        return dataclasses.replace(encoded, texts=list(texts))
+
+    @functools.cached_property
+    def _recognition(self) -> _Recognition:
+        return _Recognition(self.spec)
+
 
 def _recognisers(spec: Transcript.Spec) -> list[tuple[str, config.ComponentSpec]]:
     return [(f, part) for f in ("ocr", "speech") if (part := getattr(spec, f)) is not None]
@@ -203,6 +222,14 @@ class _Recognition:
             else:
                 items = items.append_column(name, column)
         return items
+
+    def read_query(self, query: Mapping[str, Any]) -> str:
+        """Returns the text of a query, followed by the words that are recognised in its media."""
+        words = self._transcribe({**query, "item_id": "", "parent_id": "", "text": None}).text
+        if not words:
+            rule = "audio with speech, or a video with speech or text"
+            raise SpecError("query", "the media", rule, "has no recognised word")
+        return "\n".join(filter(None, [query.get("text"), words]))
 
     def _transcribe(self, item: dict[str, Any]) -> _Transcript:
         transcript = _Transcript(item)

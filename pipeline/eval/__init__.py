@@ -36,8 +36,9 @@ class JudgedQueries:
         num_without_text: Number of judged query ids left out because they have no text or vectors.
         categories: Query ids of each category, by field of the queries, such as `language`.
         vectors: Token vectors (M_i, D) by query id, or None to encode the texts.
-        images: Image files by query id, or None. A query with a text and an image is composed.
-            See `datasets.queries.ImageFiles` for files that are read when they are needed.
+        media: Files of the queries by query id, by part: "image", "audio" and "video". A query may
+            have several parts and a text. See `datasets.queries.ImageFiles` for files that are read
+            when they are needed.
         pools: Candidate pools: ids of the documents that are ranked, by query id, or None to rank
             all documents. See `pools`.
         instruction: Instruction of the task, for encoders whose query template contains one.
@@ -53,7 +54,7 @@ class JudgedQueries:
     num_without_text: int
     categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     vectors: dict[str, np.ndarray] | None = None
-    images: Mapping[str, bytes] | None = None
+    media: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
     pools: Mapping[str, Sequence[str]] | None = None
     instruction: str | None = None
     measure: str | None = None
@@ -66,11 +67,14 @@ class JudgedQueries:
         return any(self.queries.values())
 
     def inputs(self, query_ids: Iterable[str]) -> Iterator[str | bytes | Composed]:
-        """Yields the inputs of the query encoder for some of the queries. Images are read."""
+        """Yields the inputs of the query encoder for some of the queries. Files are read."""
         for query_id in query_ids:
             text = self.queries[query_id]
-            image = None if self.images is None else self.images.get(query_id)
-            yield text if image is None else Composed(text, image) if text else image
+            parts = {
+                part: files[query_id] for part, files in self.media.items() if query_id in files
+            }
+            is_image = parts.keys() == {"image"} and not text
+            yield parts["image"] if is_image else Composed(text, **parts) if parts else text
 
     @property
     def num_removed(self) -> int:
@@ -98,9 +102,9 @@ class JudgedQueries:
             "ignore_identical_ids": self.ignore_query_id,
             "skip_first_result": self.skip_first,
         }
-        if self.images is not None:
-            hashes = {q: hashlib.blake2b(data).hexdigest() for q, data in self.images.items()}
-            options["images"] = hashes
+        for part, files in self.media.items():
+            hashes = {q: hashlib.blake2b(data).hexdigest() for q, data in files.items()}
+            options[f"{part}s"] = hashes
         return {name: value for name, value in options.items() if value}
 
 

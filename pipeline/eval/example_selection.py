@@ -97,14 +97,14 @@ def build_examples(
     examples = []
     for i, (query_id, reason) in enumerate(chosen.items()):
         query, grades = judged.queries[query_id], judged.qrels[query_id]
-        has_image = judged.images is not None and query_id in judged.images
+        has_media = any(query_id in files for files in judged.media.values())
         ranks = {name: _ranks(rankings[name][query_id]) for name in hits}
         found: dict[str, list[Document]] = {}
         for name, row_hits in hits.items():
             found[name] = []
             for hit in row_hits[i]:
                 images = []
-                if draw_hit is not None and hit.rank == 1 and not has_image:
+                if draw_hit is not None and hit.rank == 1 and not has_media:
                     images = draw_hit(searcher, query, hit, evaluation.row(name).representation)
                 text = getattr(hit, id_column), hit.title or "", _best_passage(hit)
                 found[name].append(_document(*text, grades, ranks, images))

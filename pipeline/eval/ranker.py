@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 
 from pipeline.config import SpecError, digest, dump, parse
 from pipeline.encoders import EncodedQueries, Encoder
-from pipeline.encoders.batching import concatenate
 from pipeline.eval import JudgedQueries, bm25
 from pipeline.eval.cache import Measurements, cache_key
 from pipeline.eval.diagnose import Diagnoser, uncompressed_representation
@@ -33,7 +33,7 @@ from pipeline.search.candidates import BM25 as BM25_GENERATOR
 from pipeline.search.candidates import EXACT, generator_columns
 from pipeline.search.fusion import FUSED
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
-from pipeline.search.query import Queries, Unencoded, encode
+from pipeline.search.query import Queries, encode
 from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher
 
@@ -46,8 +46,6 @@ AnyQueries = EncodedQueries | list[np.ndarray]
 Pool = tuple[str, ...] | None
 #: Returns the scores by document id, best first, of queries given by their numbers.
 RankInPool = Callable[[list[int], Pool], Sequence[dict[str, float]]]
-#: Number of images in memory at the same time.
-IMAGES_PER_BATCH = 32
 #: Number of queries that are scored one at a time to measure latency.
 NUM_TIMED_QUERIES = 50
 
@@ -129,7 +127,7 @@ class Ranker:
             from pipeline.search.rerankers import load_rerankers
 
             first = [next(self._judged.inputs(self._judged.queries))]
-            queries = self._texts if self._judged.images is None else first
+            queries = first if self._judged.media else self._texts
             field = f"rerank[{self._spec.rerank.index(row)}]"
             specs: list[Any] = row.rerankers
             try:
@@ -367,10 +365,15 @@ class Ranker:
         encoder = self._searcher.index.representation(representation).encoder.fingerprint
         if encoder not in self._encoded:
             inputs = self._judged.inputs(self._judged.queries)
-            self._encoded[encoder] = encode_all(self.query_encoder(representation), inputs)
+            model = self.query_encoder(representation)
+            self._encoded[encoder] = encode(model, inputs, max_seconds=math.inf)
         encoded = self._encoded[encoder]
-        tokens = encoded.tokens.take(torch.tensor(numbers))
-        return EncodedQueries(tokens, [encoded.token_texts[number] for number in numbers])
+        tokens, texts = encoded.tokens.take(torch.tensor(numbers)), encoded.texts
+        return EncodedQueries(
+            tokens,
+            [encoded.token_texts[number] for number in numbers],
+            texts and [texts[number] for number in numbers],
+        )
 
 
 def _vectors_digest(vectors: Sequence[np.ndarray]) -> str:
@@ -434,20 +437,3 @@ def map_by_pool(
         found = function([numbers[position] for position in positions], pool)
         results.update(zip(positions, found, strict=True))
     return [results[position] for position in range(len(numbers))]
-
-
-def encode_all(encoder: Encoder, queries: Iterable[Unencoded]) -> EncodedQueries:
-    """Encodes queries of any kinds, in order. Consecutive texts are encoded in one batch."""
-    parts: list[EncodedQueries] = []
-    batch: list[Unencoded] = []
-    for query in queries:
-        is_full = len(batch) == IMAGES_PER_BATCH and not isinstance(query, str)
-        if batch and (is_full or type(query) is not type(batch[0])):
-            parts.append(encode(encoder, batch))
-            batch = []
-        batch.append(query)
-    parts.append(encode(encoder, batch))
-    if len(parts) == 1:
-        return parts[0]
-    texts = [text for part in parts for text in part.token_texts]
-    return EncodedQueries(concatenate([part.tokens for part in parts]), texts)

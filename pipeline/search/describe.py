@@ -113,6 +113,8 @@ def _stored_rows(
 
 def _parts(ranking: Ranking, i: int, num_tokens: float) -> ScoreParts:
     parts = {name: float(scores[i]) for name, scores in ranking.components().items()}
+    if ranking.negative is not None:
+        parts["negative"] = float(ranking.negative[i])
     mean = {"maxsim_mean": parts["maxsim"] / num_tokens} if "maxsim" in parts else {}
     return ScoreParts(**parts, **mean)
 

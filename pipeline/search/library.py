@@ -216,15 +216,19 @@ class Index:
         Notebooks show the hits as a table.
 
         Args:
-            query: A text, an image as the bytes of its file, vectors (M, D), or a list of these.
+            query: A text, an image as the bytes of its file, a `Composed` query with audio, a video
+                or several parts, vectors (M, D), or a list of these.
             representation: Representation to search. Defaults to `full` if it exists, otherwise to
                 the first.
-            options: Other options, such as `filter`, `score`, `candidates` or `explain`.
+            options: Other options, such as `filter`, `score`, `negative`, `candidates` or
+                `explain`.
 
         Raises:
             SpecError: An argument is invalid, or a text is given and the index has neither an
                 encoder nor `encode_queries`.
         """
+        if options.get("negative") is not None:
+            options["negative"] = self._encoded(options["negative"])
         return self._open().search(self._encoded(query), representation, k=k, **options)
 
     def similarity_map(

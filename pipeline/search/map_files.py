@@ -15,7 +15,7 @@ from pipeline.search.map_sheets import hit_sheet
 from pipeline.search.maps import SimilarityMap, similarity_map
 from pipeline.search.options import SearchOptions
 from pipeline.search.previews import Previews
-from pipeline.search.query import AnyQuery
+from pipeline.search.query import AnyQuery, Queries
 from pipeline.search.results import Hit, Location
 from pipeline.search.searcher import Searcher
 
@@ -40,9 +40,13 @@ def write_hit_maps(
     text = query.text if isinstance(query, Composed) else query
     title = text if isinstance(text, str) else "image" if isinstance(query, bytes) else "vectors"
     errors = []
+    encoded: dict[str, Queries] = {}
     for hit in hits:
+        name = hit.representation or representation
         try:
-            map = similarity_map(searcher, query, hit.item_id, hit.representation or representation)
+            if name not in encoded:  # decoding audio and videos takes seconds
+                encoded[name] = searcher.queries([query], name)
+            map = similarity_map(searcher, encoded[name], hit.item_id, name)
             _write_maps(folder, hit.rank, previews, map, title)
         except SpecError as error:
             errors.append(error)

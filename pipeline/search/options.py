@@ -150,6 +150,9 @@ class SearchOptions(Spec):
     weights: Weights = EQUAL_WEIGHTS
     """Weights of the `single_vector` and the `maxsim` score in the `hybrid` score. Items that lack
     either score have no hybrid score, even if its weight is 0."""
+    negative_weight: float = Field(0.5, gt=0, le=1)
+    """Weight of the negative query, if there is one: its score, multiplied by this, is subtracted
+    from that of the query."""
     fusion: Fusion = Field(DEFAULT_FUSION, validate_default=False)
     """Settings of the `fused` score. A server has defaults of its own for each index."""
     group_by: Literal["parent"] | None = None
@@ -247,6 +250,11 @@ class SearchOptions(Spec):
             problem = "needs a pooled query vector (pass the query as text)"
         if problem:
             raise SpecError("score", self.score, rule, problem)
+        if queries.negatives is not None:
+            if self.score == FUSED:
+                rule = "maxsim, single_vector or hybrid with a negative query"
+                raise SpecError("score", self.score, rule)
+            self.check_vectors(queries.negatives, pooled_column)
 
     def check_candidates(self, queries: Queries) -> None:
         """Raises `SpecError` if the queries lack single vectors or texts that candidates need."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard, get_args
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -12,12 +13,14 @@ import torch
 from pipeline.compression import Compressor
 from pipeline.config import SpecError, digest
 from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.encoders.batching import concatenate
 from pipeline.encoders.shared import Encoders, load_encoder, shared_encoders
 from pipeline.index.artefacts import load_artefact
 from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.index.reader import IndexReader
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import SURROGATES, Composed, is_blank
+from pipeline.search.media import MAX_SECONDS, Unencoded, read_content
 from pipeline.tokens import unit_vectors
 
 
@@ -30,12 +33,14 @@ class Queries:
         pooled: Pooled vectors (num_queries, P) float32, or None.
         token_texts: Texts of the tokens per query, for explanations.
         texts: Texts of the queries, for BM25, or None if a query has no text.
+        negatives: Queries whose scores are subtracted from those of the queries, one each, or None.
     """
 
     tokens: list[torch.Tensor]
     pooled: torch.Tensor | None
     token_texts: list[list[str]]
     texts: list[str] | None = None
+    negatives: Queries | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -44,7 +49,10 @@ class Queries:
         """Selects the queries in the range [first, end)."""
         pooled = None if self.pooled is None else self.pooled[first:end]
         texts = None if self.texts is None else self.texts[first:end]
-        return Queries(self.tokens[first:end], pooled, self.token_texts[first:end], texts)
+        negatives = None if self.negatives is None else self.negatives.part(first, end)
+        return Queries(
+            self.tokens[first:end], pooled, self.token_texts[first:end], texts, negatives
+        )
 
     def split(self) -> list[Queries]:
         """Returns one batch per query."""
@@ -52,9 +60,13 @@ class Queries:
 
     @classmethod
     def join(cls, parts: Sequence[Queries]) -> Queries:
-        """Joins batches. The result has pooled vectors, and texts, if all batches have them."""
+        """Joins batches.
+
+        The result has pooled vectors, texts, and negatives, if all batches have them.
+        """
         pooled = [part.pooled for part in parts if part.pooled is not None]
         with_texts = [part.texts for part in parts if part.texts is not None]
+        negatives = [part.negatives for part in parts if part.negatives is not None]
         return cls(
             [tokens for part in parts for tokens in part.tokens],
             torch.cat(pooled) if len(pooled) == len(parts) else None,
@@ -62,6 +74,7 @@ class Queries:
             [text for texts in with_texts for text in texts]
             if len(with_texts) == len(parts)
             else None,
+            cls.join(negatives) if negatives and len(negatives) == len(parts) else None,
         )
 
     @property
@@ -73,14 +86,16 @@ class Queries:
         # NumPy arrays pickle several times faster than tensors.
         pooled = None if self.pooled is None else self.pooled.numpy()
         tokens = [array.numpy() for array in self.tokens]
-        return _unpickle, (tokens, pooled, self.token_texts, self.texts)
+        return _unpickle, (tokens, pooled, self.token_texts, self.texts, self.negatives)
 
-    def with_texts(self, queries: Sequence[object]) -> Queries:
+    def minus(self, negative: Queries) -> Queries:
+        """Returns the queries with one negative query, which all of them share."""
+        return replace(self, negatives=Queries.join([negative] * len(self)))
+
+    def with_texts(self, texts: Sequence[str | None]) -> Queries:
         """Adds the texts of the encoded queries if all of them have one."""
-        texts = [query.text if isinstance(query, Composed) else query for query in queries]
-        if not all(isinstance(text, str) for text in texts):
-            return self
-        return replace(self, texts=[str(text) for text in texts])
+        known = [text for text in texts if text is not None]
+        return replace(self, texts=known) if len(known) == len(texts) else self
 
     @classmethod
     def from_encoded(cls, encoded: EncodedQueries) -> Queries:
@@ -88,7 +103,8 @@ class Queries:
         vectors = unit_vectors(encoded.tokens)
         tokens = [row[mask] for row, mask in zip(vectors, encoded.tokens.mask, strict=True)]
         pooled = encoded.tokens.pooled
-        return cls(tokens, None if pooled is None else pooled.float(), encoded.token_texts)
+        queries = cls(tokens, None if pooled is None else pooled.float(), encoded.token_texts)
+        return queries.with_texts(encoded.texts or [None])
 
     @classmethod
     def from_vectors(cls, queries: Sequence[object]) -> Queries:
@@ -126,19 +142,22 @@ def _unpickle(
     pooled: np.ndarray | None,
     token_texts: list[list[str]],
     texts: list[str] | None,
+    negatives: Queries | None,
 ) -> Queries:
     return Queries(
         [torch.from_numpy(array) for array in tokens],
         None if pooled is None else torch.from_numpy(pooled),
         token_texts,
         texts,
+        negatives,
     )
 
 
-#: Input of a query encoder: a text, the bytes of an image file, or both.
-Unencoded = str | bytes | Composed
 AnyQuery = Unencoded | np.ndarray
 AnyQueries = Sequence[AnyQuery] | EncodedQueries | Queries
+
+#: Maximum number of images in memory at the same time.
+IMAGES_PER_BATCH = 32
 
 
 class QueryEncoders:
@@ -179,14 +198,16 @@ class QueryEncoders:
         if isinstance(queries, EncodedQueries):
             encoded = Queries.from_encoded(queries)
         elif _is_encodable_batch(queries):
-            texts = [query.text if isinstance(query, Composed) else query for query in queries]
+            texts = [
+                query.text or None if isinstance(query, Composed) else query for query in queries
+            ]
             check_texts([text for text in texts if isinstance(text, str)])
             info = self._index.representation(representation).encoder
             forms = {} if encoded_before is None else encoded_before
             key = digest([info.spec, info.fingerprint])
             if key not in forms:
                 forms[key] = encode(self.encoder(representation), queries)
-            encoded = Queries.from_encoded(forms[key]).with_texts(queries)
+            encoded = Queries.from_encoded(forms[key])
         else:
             encoded = Queries.from_vectors(queries)
         return self.transform(encoded, representation)
@@ -201,7 +222,8 @@ class QueryEncoders:
                 raise query_error(value, f"vectors of dimension {dim}", number, len(queries))
         compressor, codec = self._compressor(info), self._index.codec(representation)
         tokens = [codec.transform_queries(compressor.transform_queries(t)) for t in queries.tokens]
-        return replace(queries, tokens=tokens)
+        negatives = queries.negatives and self.transform(queries.negatives, representation)
+        return replace(queries, tokens=tokens, negatives=negatives)
 
     def _compressor(self, info: RepresentationInfo) -> Compressor:
         key = digest([info.compressor, info.artefact])
@@ -233,20 +255,58 @@ def check_fingerprint(encoder: Encoder, representation: str, info: EncoderInfo) 
         raise SpecError("representation", representation, rule, problem)
 
 
-def encode(encoder: Encoder, queries: Sequence[Unencoded]) -> EncodedQueries:
-    """Encodes a batch of texts, images or composed queries. The batch must not be empty."""
-    if texts := [query for query in queries if isinstance(query, str)]:
-        return encoder.encode_queries(texts)
-    if images := [query for query in queries if isinstance(query, bytes)]:
-        return encoder.encode_images(images)
-    composed = [query for query in queries if isinstance(query, Composed)]
-    return encoder.encode_composed([q.text for q in composed], [q.image for q in composed])
+def encode(
+    encoder: Encoder, queries: Iterable[Unencoded], max_seconds: float = MAX_SECONDS
+) -> EncodedQueries:
+    """Encodes queries of any kinds, in order. There must be at least one.
+
+    Consecutive texts are encoded in one batch, images in batches of `IMAGES_PER_BATCH`, and audio
+    and videos, which must not be longer than `max_seconds`, one at a time.
+    """
+    parts: list[EncodedQueries] = []
+    batch: list[dict[str, Any]] = []
+    for query in queries:
+        content: dict[str, Any] = {"text": query}
+        if not isinstance(query, str):
+            content = read_content(query, encoder, max_seconds)
+        is_full = len(batch) == IMAGES_PER_BATCH and content.keys() != {"text"}
+        is_new = batch and (content.keys() == {"text"}) != (batch[0].keys() == {"text"})
+        if batch and (is_full or is_new or "span" in content):
+            parts.append(_encode_batch(encoder, batch))
+            batch = []
+        batch.append(content)
+    parts.append(_encode_batch(encoder, batch))
+    if len(parts) == 1:
+        return parts[0]
+    return EncodedQueries(
+        concatenate([part.tokens for part in parts]),
+        [names for part in parts for names in part.token_texts],
+        [text for part in parts for text in part.texts or ()],
+    )
+
+
+def _encode_batch(encoder: Encoder, batch: Sequence[dict[str, Any]]) -> EncodedQueries:
+    texts = [content.get("text") for content in batch]
+    if batch and batch[0].keys() != {"text"}:
+        encoded = encoder.encode_media(batch)
+    else:
+        encoded = encoder.encode_queries([str(text) for text in texts])
+    return replace(encoded, texts=encoded.texts or texts)
 
 
 def _is_encodable_batch(queries: Sequence[AnyQuery]) -> TypeGuard[Sequence[Unencoded]]:
-    """Checks whether queries are all of the same type, so that they can be encoded in one batch."""
-    classes = get_args(Unencoded)
-    return len(queries) > 0 and any(all(isinstance(q, c) for q in queries) for c in classes)
+    """Checks whether queries must be encoded, so that none of them are vectors."""
+    return len(queries) > 0 and all(isinstance(query, Unencoded) for query in queries)
+
+
+@contextlib.contextmanager
+def reading_negative() -> Iterator[None]:
+    """Converts errors about the query inside the block to errors about the negative query."""
+    try:
+        yield
+    except SpecError as error:
+        field, *part = error.field.split(".")
+        raise error.at(".".join(["negative", *part]) if field == "query" else error.field) from None
 
 
 def check_texts(texts: Sequence[str]) -> None:
@@ -264,7 +324,7 @@ def readable_queries(queries: AnyQueries, name: str) -> list[str | bytes]:
     readable = [query for query in inputs if isinstance(query, str | bytes)]
     if len(readable) < len(inputs):
         rule = "null unless every query is a text or an image"
-        raise SpecError("rerank", name, rule, "does not support encoded queries")
+        raise SpecError("rerank", name, rule, "does not support other queries")
     return readable
 
 

@@ -134,6 +134,8 @@ class ScoreParts(Response):
     """Similarity of the single vectors."""
     bm25: float | None = None
     """BM25 score, which is 0 if no term of the query occurs in the text."""
+    negative: float | None = None
+    """Score of the negative query, if there is one. The other components are those of the query."""
 
 
 class FirstStage(Response):

@@ -7,6 +7,8 @@
     fused          combination of the rankings by MaxSim, BM25 and single vectors
                    (`pipeline.search.fusion`)
 
+With a negative query, its score multiplied by `negative_weight` is subtracted from these scores.
+
 SMART adds both terms of the hybrid score with equal weights "to keep SMART hyperparameter-free",
 which is the default here.
 
@@ -84,6 +86,7 @@ class Ranking:
         maxsim: (k,) float32, MaxSim scores if they are part of the score.
         single_vector: (k,) float32, single-vector scores if they are part of the score.
         bm25: (k,) float32, BM25 scores if they are part of the score. 0 without a common term.
+        negative: (k,) float32, scores of the negative query, or None without one.
         first_stage: Ranks and scores before reranking, or None without reranking.
         rerank: Scores of rerankers, or None without one.
     """
@@ -95,6 +98,7 @@ class Ranking:
     maxsim: np.ndarray | None = None
     single_vector: np.ndarray | None = None
     bm25: np.ndarray | None = None
+    negative: np.ndarray | None = None
     first_stage: tuple[FirstStage, ...] | None = None
     rerank: tuple[RerankScore, ...] | None = None
 
@@ -321,7 +325,8 @@ class Scorer:
         order, k = self._items.id_order, options.k
         rankings = []
         packed = None if options.score == "single_vector" else self.vectors(options.column)
-        if options.score == "maxsim" and packed is not None and packed.device.type == "cpu":
+        is_plain = options.score == "maxsim" and queries.negatives is None
+        if is_plain and packed is not None and packed.device.type == "cpu":
             for items, scores in _best_scores(queries.tokens, packed, k, rows, groups):
                 best = top_rows(scores, items, order, k, groups)
                 rankings.append(self._ranking(best, _Scores(scores, scores), items))
@@ -537,16 +542,23 @@ class Scorer:
             )
         return self._uncoded_rows[key]
 
-    def _scores(
-        self,
-        queries: Queries,
-        options: SearchOptions,
-        rows: np.ndarray | None,
-    ) -> _Scores:
+    def _scores(self, queries: Queries, options: SearchOptions, rows: np.ndarray | None) -> _Scores:
         """Scores a batch of queries, with tensors on the device of the vectors.
 
         Items that lack the required vectors have the score -inf.
         """
+        scores = self._query_scores(queries, options, rows)
+        if queries.negatives is None:
+            return scores
+        negative = self._query_scores(queries.negatives, options, rows).total
+        total = scores.total - options.negative_weight * negative
+        total.masked_fill_(scores.total == -torch.inf, -torch.inf)  # -inf - -inf is NaN
+        return scores._replace(total=total, negative=negative)
+
+    def _query_scores(
+        self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
+    ) -> _Scores:
+        """Scores a batch of queries without their negatives, as `_scores` does."""
         items = None if rows is None else torch.from_numpy(rows)
         maxsim_scores = None
         if options.score != "single_vector":
@@ -580,6 +592,7 @@ class Scorer:
             None if scores.maxsim is None else scores.maxsim[best],
             None if scores.single_vector is None else scores.single_vector[best],
             None if scores.bm25 is None else scores.bm25[best],
+            None if scores.negative is None else scores.negative[best],
         )
 
 
@@ -590,6 +603,7 @@ class _Scores(NamedTuple):
     maxsim: Any = None
     single_vector: Any = None
     bm25: Any = None
+    negative: Any = None
 
     def select(self, index: Any) -> _Scores:
         """Returns the scores of a query, or those that an index selects, as NumPy arrays."""

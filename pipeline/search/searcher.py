@@ -11,13 +11,19 @@ from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.encoders.shared import Encoders
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import IndexReader
-from pipeline.schema import Composed
 from pipeline.search.candidates import AUTO, EXACT
 from pipeline.search.describe import describe
 from pipeline.search.html import Hits
+from pipeline.search.media import Unencoded, is_supported, query_parts
 from pipeline.search.options import SearchOptions, representation_info
 from pipeline.search.packed import PackedVectors
-from pipeline.search.query import AnyQueries, AnyQuery, Queries, QueryEncoders
+from pipeline.search.query import (
+    AnyQueries,
+    AnyQuery,
+    Queries,
+    QueryEncoders,
+    reading_negative,
+)
 from pipeline.search.results import Hit
 from pipeline.search.score import Ranking, Scorer
 from pipeline.search.scores import Score
@@ -86,6 +92,7 @@ class Searcher:
         query: AnyQuery | AnyQueries,
         representation: str | None = None,
         *,
+        negative: AnyQuery | None = None,
         explain: bool = True,
         rerank: AnyReranker | Sequence[AnyReranker] | None = None,
         **options: Any,
@@ -96,14 +103,18 @@ class Searcher:
         and has `lemur`, see `SearchOptions`.
 
         Args:
-            query: A text; an image, as the bytes of a PNG, JPEG or WebP file; a `Composed` query
-                with both; token vectors (M, D); a list of one of these; encoded queries; or the
-                output of `queries` for this representation.
+            query: A text; an image, as the bytes of a PNG, JPEG or WebP file; a `Composed` query of
+                a text, an image, audio and a video, or some of these; token vectors (M, D); a list
+                of these; encoded queries; or the output of `queries` for this representation.
             representation: Name of the representation to search, or `NAME@K` for the first K
                 vectors of each item of a representation with nested vectors. Defaults to `full` if
                 it exists, otherwise the first. If the index has a representation of images by
                 another encoder (`see`), the hits of both alternate by default: their scores are not
                 comparable.
+            negative: Query that the hits should not match: a text, an image, a `Composed` query or
+                token vectors. The score of an item is that of the query minus `negative_weight`
+                (default 0.5) times that of the negative query. Candidates and explanations are
+                those of the query.
             explain: Whether hits contain `matches`, one per query token, and `passages`.
             rerank: Reranker of the best items, as the fields of its spec such as
                 `{"name": "cross_encoder", "model": FOLDER, "top": 20}`, or loaded; or several that
@@ -121,28 +132,34 @@ class Searcher:
         parsed = parse(SearchOptions, options)
         rerankers = self._load(rerank)
         if isinstance(query, AnyQuery):
-            return Hits(self.search_with([query], parsed, rerankers)[0])
+            return Hits(self.search_with([query], parsed, rerankers, negative)[0])
         if not isinstance(query, Sequence | EncodedQueries | Queries):
             rule = "a text, an image, vectors, or a list of these"
             raise SpecError("query", type(query).__name__, rule)
-        return self.search_with(cast(AnyQueries, query), parsed, rerankers)
+        return self.search_with(cast(AnyQueries, query), parsed, rerankers, negative)
 
     def search_with(
         self,
         queries: AnyQueries,
         options: SearchOptions,
         rerankers: Sequence[Reranker[Any]] = (),
+        negative: AnyQuery | None = None,
     ) -> list[list[Hit]]:
         """Returns the hits of each query. See `search`."""
         if not rerankers and (names := self._alternating(queries, options)):
-            found = [
-                self.search_with(queries, options.model_copy(update={"representation": name}))
-                for name in names
-            ]
+            found, errors = [], []
+            for name in names:
+                named = options.model_copy(update={"representation": name})
+                try:
+                    found.append(self.search_with(queries, named, negative=negative))
+                except SpecError as error:  # such as a video without speech
+                    errors.append(error)
+            if not found:
+                raise errors[0]
             id = "parent_id" if options.group_by else "item_id"
             return [_alternate(groups, options.k, id) for groups in zip(*found, strict=True)]
         options = options.resolve(self.index, self.device)
-        encoded, rankings = self._rank(queries, options, rerankers)
+        encoded, rankings = self._rank(queries, options, rerankers, negative)
         explain = options.explain is not None
         return self.hits(rankings, encoded, options.column, explain=explain)
 
@@ -161,21 +178,33 @@ class Searcher:
             return []
         infos = self.index.representations().values()
         seen = next((info for info in infos if info.field == "image"), None)
-        types = {str: "text", bytes: "image", Composed: "composed"}
-        kinds = {types.get(type(query)) for query in queries}
-        if seen is None or not kinds <= {*types.values()}:
+        parts = {query_parts(query) for query in queries if isinstance(query, Unencoded)}
+        if seen is None or not all(isinstance(query, Unencoded) for query in queries):
             return []
         both = self.representation(), seen
-        return [info.name for info in both if kinds <= {*info.encoder.query_kinds}]
+        return [
+            info.name
+            for info in both
+            if all(is_supported(each, info.encoder.query_kinds) for each in parts)
+        ]
 
     def _rank(
-        self, queries: AnyQueries, options: SearchOptions, rerankers: Sequence[Reranker[Any]]
+        self,
+        queries: AnyQueries,
+        options: SearchOptions,
+        rerankers: Sequence[Reranker[Any]],
+        negative: AnyQuery | None,
     ) -> tuple[Queries, list[Ranking]]:
         """Returns the encoded queries and their rankings. The options must be resolved."""
         rows = self.items.select(options)  # reports an invalid filter before encoding
         for reranker in rerankers:
             texts_or_images = reranker.check(self.index, queries)
         encoded = self.encoders.encode(queries, options.column)
+        if negative is not None:
+            if rerankers:
+                raise SpecError("rerank", rerankers[0].spec.title, "null with a negative query")
+            with reading_negative():
+                encoded = encoded.minus(self.encoders.encode([negative], options.column))
         depth = max((reranker.spec.top for reranker in rerankers), default=0)
         rankings = self.scorer.rank(encoded, options.first_stage(depth), rows)
         if rerankers:
@@ -199,9 +228,11 @@ class Searcher:
         queries: AnyQueries,
         options: SearchOptions,
         rerankers: Sequence[Reranker[Any]] = (),
+        negative: AnyQuery | None = None,
     ) -> list[Ranking]:
         """Returns the ranking of each query. See `rank`."""
-        return self._rank(queries, options.resolve(self.index, self.device), rerankers)[1]
+        options = options.resolve(self.index, self.device)
+        return self._rank(queries, options, rerankers, negative)[1]
 
     def hits(
         self,

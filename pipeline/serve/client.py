@@ -72,14 +72,15 @@ class _Call(Generic[ResponseT]):
 
 
 def _search(query: AnyQuery, options: Mapping[str, Any]) -> _Call[wire.SearchResponse]:
-    body = wire.SearchRequest(query=_query(query), **options)
+    body = wire.SearchRequest(query=_query(query), **_with_negative(options))
     return _Call("POST", "/v1/search", wire.SearchResponse, body)
 
 
 def _search_batch(
     queries: Sequence[AnyQuery], options: Mapping[str, Any]
 ) -> _Call[wire.BatchSearchResponse]:
-    body = wire.BatchSearchRequest(queries=[_query(query) for query in queries], **options)
+    fields = _with_negative(options)
+    body = wire.BatchSearchRequest(queries=[_query(query) for query in queries], **fields)
     return _Call("POST", "/v1/search:batch", wire.BatchSearchResponse, body)
 
 
@@ -125,13 +126,21 @@ def _file(name: str, path: str) -> _Call[wire.Response]:
     return _Call("GET", f"/v1/evaluations/{name}/files/{quote(path)}", wire.Response)
 
 
+def _with_negative(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a search with the negative query as the server reads it."""
+    negative = options.get("negative")
+    return {**options, **({} if negative is None else {"negative": _query(negative)})}
+
+
 def _query(query: AnyQuery) -> wire.Query:
-    if isinstance(query, str | wire.Vectors | wire.Image | wire.StoredItem):
+    if isinstance(query, str | wire.Vectors | wire.Media | wire.StoredItem):
         return query
     if isinstance(query, bytes):
-        return wire.Image(image=base64.b64encode(query).decode())
+        query = Composed(image=query)
     if isinstance(query, Composed):
-        return wire.Composed(text=query.text, image=base64.b64encode(query.image).decode())
+        parts: dict[str, Any] = {part: getattr(query, part) for part in query.parts}
+        files = {part: base64.b64encode(parts[part]).decode() for part in parts if part != "text"}
+        return wire.Media(**parts | files)
     rows = query.tolist() if hasattr(query, "tolist") else [list(row) for row in query]
     return wire.Vectors(vectors=rows)
 
@@ -221,9 +230,11 @@ class Client:
         """Returns the best items for a query.
 
         Args:
-            query: A text, the bytes of an image file, a `Composed` query, or token vectors (M, D).
-            options: `index`, which may be a federation, and fields of `SearchOptions`, for example
-                `k`, `representation` or `rerank={"top": 100}`. `rerank={"name": "edje"}` requires
+            query: A text, the bytes of an image file, a `Composed` query with audio, a video or
+                several parts, or token vectors (M, D).
+            options: `index`, which may be a federation, `negative`, a query as `query`, and fields
+                of `SearchOptions`, for example `k`, `representation`, `negative_weight` or
+                `rerank={"top": 100}`. `rerank={"name": "edje"}` requires
                 an index that is served with that reranker. A federation also has `join` and
                 `members={"NAME": {"weight": 0.5}}`, see `wire.MemberOptions`.
 

@@ -9,17 +9,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from pipeline.config import SpecError
 from pipeline.runtime.tracing import span
+from pipeline.schema import Composed
 from pipeline.search.candidates import EXACT
 from pipeline.search.facets import IndexFacets
 from pipeline.search.options import VECTORS, Rerank, SearchOptions
 from pipeline.search.previews import ByteRange, MediaPart
-from pipeline.search.query import Queries, Unencoded
+from pipeline.search.query import Queries
 from pipeline.search.results import Hit
 from pipeline.search.score import Ranking
 from pipeline.search.shards import merge_rankings
@@ -104,6 +105,7 @@ class Engine:
         options: SearchOptions,
         timer: Timer,
         key: str,
+        negative: wire.Query | None = None,
     ) -> tuple[list[list[Hit]], bool, list[str]]:
         """Returns the hits of each query, whether they are reranked, and warnings."""
         stages = options.rerank or ()
@@ -112,12 +114,15 @@ class Engine:
                 check_readable(queries, stage.name)
         with timer.stage("encode"):
             encoded = await self.encode(served, queries, options.column, key)
+            if negative is not None:
+                encoded = await self._subtract(served, encoded, negative, options.column, key)
+        recognised = _recognised_texts(queries, encoded)
         if not stages and len(self._stages.searchers[served.name]) == 1:
             with timer.stage("search"):
-                return await self._search_shard(served, encoded, options, key), False, []
+                return await self._search_shard(served, encoded, options, key), False, recognised
         with timer.stage("search"):
             rankings = await self.rank(served, encoded, options.first_stage(), key)
-        is_reranked, warnings = False, []
+        is_reranked, warnings = False, recognised
         for number, stage in enumerate(stages):
             name = RERANK_STAGES.get(stage.name, stage.name)
             k = max([options.k, *(later.depth for later in stages[number + 1 :])])
@@ -159,12 +164,15 @@ class Engine:
         except SpecError as error:
             raise from_spec_error(error) from None
         encoded = {i: query for i, query in enumerate(read) if isinstance(query, Queries)}
-        for kind in get_args(Unencoded):  # an encoder reads one kind at a time
-            positions = [i for i, query in enumerate(read) if isinstance(query, kind)]
+        timeouts = self.settings.timeouts
+        # Texts do not wait for media.
+        groups = (str, timeouts.encode_s), (bytes | Composed, timeouts.media_s)
+        for kinds, timeout_s in groups:
+            positions = [i for i, query in enumerate(read) if isinstance(query, kinds)]
             if positions:
                 results = await self.calls.call(
                     "encode",
-                    Caller(key, self.settings.timeouts.encode_s),
+                    Caller(key, timeout_s),
                     self._stages.encoder.encode,
                     representation,
                     info.encoder,
@@ -174,8 +182,27 @@ class Engine:
         for i, query in enumerate(read):
             if isinstance(query, wire.StoredItem):
                 encoded[i] = await self._stored_query(served, query, info.name, key)
-        texts = map(wire.query_text, queries)
-        return [encoded[i].with_texts([text]) for i, text in enumerate(texts)]
+        return [encoded[i] for i in range(len(queries))]
+
+    async def _subtract(
+        self,
+        served: Served,
+        encoded: Sequence[Queries],
+        negative: wire.Query,
+        representation: str,
+        key: str,
+    ) -> list[Queries]:
+        """Returns the queries with a negative query."""
+        try:
+            (other,) = await self.encode(served, [negative], representation, key)
+        except ApiError as error:
+            if error.field is None or error.field.partition(".")[0] != "query":
+                raise
+            message, field = (
+                s.replace("query", "negative", 1) for s in (error.message, error.field)
+            )
+            raise ApiError(error.code, message, field) from None
+        return [query.minus(other) for query in encoded]
 
     async def _stored_query(
         self, served: Served, query: wire.StoredItem, representation: str, key: str
@@ -440,6 +467,15 @@ class Engine:
             if error.field == "item_id":  # the item does not exist or has no preview
                 raise ApiError("not_found", error.message, error.field) from None
             raise
+
+
+def _recognised_texts(queries: Sequence[wire.Query], encoded: Sequence[Queries]) -> list[str]:
+    """Returns a sentence for each query whose text was recognised in its media."""
+    return [
+        f"recognised in the query: {read.texts[0]}"
+        for query, read in zip(queries, encoded, strict=True)
+        if isinstance(query, wire.Media) and read.texts and read.texts[0] != query.text
+    ]
 
 
 def _reorder(ranking: Ranking, scores: Mapping[str, float], k: int) -> Ranking:

@@ -134,7 +134,7 @@ def from_validation_errors(errors: list[dict[str, Any]]) -> ApiError:
     """
     first = errors[0]
     path = list(first.get("loc", ())[1:])  # without "body", "query" or "path"
-    tag = {"query": 1, "queries": 2}.get(path[0], 0) if path else 0
+    tag = {"query": 1, "negative": 1, "queries": 2}.get(path[0], 0) if path else 0
     if tag and path[tag : tag + 1] and path[tag] in QUERY_KINDS:
         del path[tag]  # tag of the union, not a field of the request
     if first.get("type") == "json_invalid":

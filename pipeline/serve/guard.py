@@ -13,6 +13,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.serve.errors import ApiError, error_response
+from pipeline.serve.forms import FORM, search_body
 from pipeline.serve.front import REQUEST_ID
 from pipeline.serve.gateway import Gateway
 from pipeline.serve.keys import Key
@@ -73,6 +74,11 @@ class Guard:
             body = await _read_body(receive, headers, gateway.settings)
         if body is None:  # the client has disconnected
             return
+        content_type = headers.get(b"content-type", b"").decode("latin-1")
+        if content_type.startswith(FORM) and scope["path"].endswith("/v1/search"):
+            body = search_body(content_type, body)
+            others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
+            scope["headers"] = [*others, (b"content-type", b"application/json")]
         is_body_sent = False
 
         async def receive_body() -> Message:

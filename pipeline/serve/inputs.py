@@ -19,8 +19,9 @@ from pipeline.schema import Composed
 from pipeline.search.candidates import AUTO
 from pipeline.search.federation import check_options
 from pipeline.search.fusion import FUSED
+from pipeline.search.media import Unencoded, is_supported, query_parts, supported_kinds
 from pipeline.search.options import VECTORS, Rerank, SearchOptions, representation_info
-from pipeline.search.query import Queries, Unencoded, check_texts, query_error
+from pipeline.search.query import Queries, check_texts, query_error
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError, from_spec_error
 from pipeline.serve.served import Served, ServedFederation
@@ -35,6 +36,9 @@ def search_options(
         if (value := getattr(request, name)) is not None:
             value = list(value) if name == "members" else value
             raise from_spec_error(SpecError(name, value, "null for an index"))
+    if request.negative is not None and request.rerank:
+        value = wire.query_kind(request.negative)
+        raise from_spec_error(SpecError("negative", value, "null with reranking"))
     stages = [_rerank_stage(served, stage) for stage in request.rerank or ()]
     depth = max((stage.depth for stage in stages), default=0)
     _check_depth(request.k, depth, num_queries, limits)
@@ -69,6 +73,9 @@ def with_request(
     """Returns a federation with the options of a request, which must be valid for it."""
     _check_depth(request.k, 0, num_queries, limits)
     try:
+        if request.negative is not None:
+            value = wire.query_kind(request.negative)
+            raise SpecError("negative", value, "null for a federation")
         check_options(request)
         if (maximum := MAX_BATCH_HITS // served.spec.depth) < num_queries:
             rule = f"at most {maximum} queries for a federation of depth {served.spec.depth}"
@@ -155,10 +162,11 @@ def check_reranker(served: Served, name: str, field: str) -> Any:
 def check_readable(queries: Sequence[wire.Query], name: str) -> None:
     """Raises `ApiError` if a query is neither a text nor an image."""
     for position, query in enumerate(queries):
-        if isinstance(query, wire.Vectors | wire.Composed | wire.StoredItem):
-            kind = wire.query_kind(query)
-            rule = f"a text or an image for {name}"
-            error = query_error(QUERY_KINDS.get(kind, kind), rule, position, len(queries))
+        is_image = isinstance(query, wire.Media) and query.model_fields_set == {"image"}
+        if not isinstance(query, str) and not is_image:
+            parts = [QUERY_KINDS[part] for part in QUERY_KINDS if part in query.model_fields_set]
+            kind, rule = wire.query_kind(query), f"a text or an image for {name}"
+            error = query_error(" with ".join(parts) or kind, rule, position, len(queries))
             raise from_spec_error(error)
 
 
@@ -170,10 +178,9 @@ def read_query(
         return _read_vectors(query)
     if isinstance(query, wire.StoredItem):
         return query
-    unencoded = read_unencoded(query)
-    kind = "image" if isinstance(unencoded, bytes) else "composed"
-    if not isinstance(unencoded, str) and kind not in info.encoder.query_kinds:
-        raise unsupported_query(kind, info.encoder.query_kinds, f"the encoder of {info.name}")
+    unencoded, kinds = read_unencoded(query), info.encoder.query_kinds
+    if not is_supported(parts := query_parts(unencoded), kinds):
+        raise unsupported_query(parts, supported_kinds(kinds), f"the encoder of {info.name}")
     return unencoded
 
 
@@ -187,7 +194,7 @@ def _read_vectors(query: wire.Vectors) -> Queries:
 
 
 def read_unencoded(query: wire.Query) -> Unencoded:
-    """Converts the query of a request to a text, an image or a composed query."""
+    """Converts the query of a request to an input of the encoder."""
     text = wire.query_text(query)
     if text is not None:
         if len(text) > MAX_QUERY_CHARS:
@@ -196,18 +203,26 @@ def read_unencoded(query: wire.Query) -> Unencoded:
         check_texts([text])
     if isinstance(query, str):
         return query
-    assert isinstance(query, wire.Image)
-    image = _read_image(query)
-    return image if text is None else Composed(text, image)
+    assert isinstance(query, wire.Media)
+    files = {}
+    for part in ("image", "audio", "video"):
+        if (data := getattr(query, part)) is not None:
+            with reading(f"query.{part}", f"the {part}", "a file in base64", ValueError):
+                files[part] = base64.b64decode(data, validate=True)
+    if "image" in files:
+        _check_image(files["image"])
+    if not files:
+        return text or ""
+    return (
+        files["image"] if files.keys() == {"image"} and not text else Composed(text or "", **files)
+    )
 
 
-def _read_image(query: wire.Image) -> bytes:
+def _check_image(data: bytes) -> None:
     rule = f"a PNG, JPEG or WebP file in base64 of at most {MAX_IMAGE_PIXELS:,} pixels"
     with reading("query.image", "the image", rule, ValueError, Image.DecompressionBombError):
-        data = base64.b64decode(query.image, validate=True)
         file = io.BytesIO(without_comments(data))
         with Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
             width, height = image.size
     if width * height > MAX_IMAGE_PIXELS:
         raise SpecError("query.image", f"{width} x {height} pixels", rule)
-    return data

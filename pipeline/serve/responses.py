@@ -8,6 +8,7 @@ from pipeline.index.info import RepresentationInfo, RerankInfo
 from pipeline.schema import ITEM
 from pipeline.search.candidates import BM25, EXACT, generators
 from pipeline.search.fusion import FUSED
+from pipeline.search.media import supported_kinds
 from pipeline.search.scores import VECTOR_SCORES
 from pipeline.serve import wire
 from pipeline.serve.served import Served, ServedFederation
@@ -72,7 +73,7 @@ def _representation(served: Served, info: RepresentationInfo) -> wire.Representa
         codec=info.codec["name"],
         dim=info.dim,
         scores=[*scores, FUSED] if BM25 in candidates and served.spec.fusion.weights else scores,
-        queries=[*info.encoder.query_kinds, "vectors", *stored],
+        queries=[*supported_kinds(info.encoder.query_kinds), "vectors", *stored],
         candidates=[EXACT, *candidates],
         default_candidates=default.generator,
     )

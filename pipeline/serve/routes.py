@@ -116,7 +116,11 @@ async def metrics(request: Request, gateway: GatewayDependency) -> Response:
 async def search(
     request: Request, body: wire.SearchRequest, key: KeyDependency, gateway: GatewayDependency
 ) -> wire.SearchResponse:
-    """Returns the k best items for a query, optionally reranked and explained."""
+    """Returns the k best items for a query, optionally reranked and explained.
+
+    The body can also be a form (`multipart/form-data`) with the parts `text`, the files `image`,
+    `audio` and `video`, and `options`, a JSON object with the other fields.
+    """
     (hits,), fields = await _search(request, [body.query], body, key, gateway)
     return wire.SearchResponse(hits=hits, **fields)
 
@@ -159,7 +163,7 @@ async def _search(
     request_id = _log(request, index=served.name, k=body.k, queries=len(queries))
     options = search_options(body, served, len(queries), limits)
     hits, is_reranked, warnings = await gateway.engine.search(
-        served, queries, options, timer, key.name
+        served, queries, options, timer, key.name, body.negative
     )
     fields = {
         "request_id": request_id,

@@ -180,6 +180,9 @@ class Timeouts(Spec):
 
     encode_s: PositiveFloat = 10
     """Time limit for encoding the queries, in seconds."""
+    media_s: PositiveFloat = 60
+    """Time limit for decoding and encoding queries with images, audio or videos, in seconds. Speech
+    recognition takes about 0.6 s per second of audio."""
     search_s: PositiveFloat = 20
     """Time limit for the search, in seconds."""
     filter_s: PositiveFloat = 5
@@ -204,7 +207,8 @@ class Timeouts(Spec):
     @property
     def request_s(self) -> float:
         """Sum of the time limits of a search, in seconds. Reranking may encode queries twice."""
-        return 2 * self.encode_s + self.search_s + self.rerank_s + self.describe_s
+        encode_s = max(self.encode_s, self.media_s)
+        return 2 * encode_s + self.search_s + self.rerank_s + self.describe_s
 
 
 class Evaluations(Spec):

@@ -25,14 +25,16 @@ from ray import serve
 
 from pipeline.config import SpecError, digest
 from pipeline.encoders import Encoder
+from pipeline.extras import MissingExtra
 from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import Edition, open_edition
 from pipeline.runtime.tracing import span
 from pipeline.search.describe import describe
 from pipeline.search.maps import SimilarityMap, similarity_map
+from pipeline.search.media import Unencoded
 from pipeline.search.options import Rerank, SearchOptions
 from pipeline.search.pauses import pause
-from pipeline.search.query import Queries, Unencoded, check_fingerprint, encode, query_encoder
+from pipeline.search.query import Queries, check_fingerprint, encode, query_encoder
 from pipeline.search.results import Hit, RerankScore
 from pipeline.search.score import SLICE_PAIRS, Ranking, fuse
 from pipeline.search.searcher import Searcher
@@ -99,9 +101,9 @@ class QueryEncoder:
         queries: Sequence[Unencoded],
         caller: Caller,
     ) -> list[Queries]:
-        """Encodes queries of one kind for a representation."""
+        """Encodes queries for a representation, either texts or queries with media."""
         with logged("encode", queries=len(queries)):
-            group = digest([info.spec, info.fingerprint]), type(queries[0]).__name__
+            group = digest([info.spec, info.fingerprint]), str(isinstance(queries[0], str))
             pending = [_PendingQuery(query, representation, info) for query in queries]
             return await self._scheduler.run(caller, group, pending)
 
@@ -110,7 +112,15 @@ class QueryEncoder:
         encoder = self._encoder(info)
         pause()  # loading the encoder may have taken long
         check_fingerprint(encoder, representation, info)
-        return Queries.from_encoded(encode(encoder, [p.query for p in pending])).split()
+        try:
+            encoded = encode(encoder, [p.query for p in pending])
+        except MissingExtra as error:
+            raise SpecError(
+                "query", "the media", "a text or an image", f"cannot be read; {error}"
+            ) from None
+        texts = encoded.texts or [None] * len(pending)
+        split = Queries.from_encoded(encoded).split()
+        return [query.with_texts([text]) for query, text in zip(split, texts, strict=True)]
 
     def _encoder(self, info: EncoderInfo) -> Encoder:
         key = digest(info.spec)
@@ -142,6 +152,10 @@ class _PendingSearch(NamedTuple):
     query: Queries
     rows: np.ndarray | None
     num_pairs: int
+
+
+def _num_tokens(query: Queries) -> int:
+    return len(query.tokens[0]) + (_num_tokens(query.negatives) if query.negatives else 0)
 
 
 class Ranker:
@@ -259,11 +273,12 @@ class Ranker:
             searcher = await self._load(edition, SearchVectors.of(options))
             rows = await self._filtered_rows(edition, searcher, options, caller)
             num_vectors = searcher.scorer.num_scored_vectors(options)
-            pending = [_PendingSearch(q, rows, q.tokens[0].shape[0] * num_vectors) for q in queries]
+            pending = [_PendingSearch(q, rows, _num_tokens(q) * num_vectors) for q in queries]
             # Queries with and without a single vector or a text cannot be joined.
             has_pooled = all(query.pooled is not None for query in queries)
             has_texts = all(query.texts is not None for query in queries)
-            group = edition, options, has_pooled, has_texts
+            has_negatives = any(query.negatives is not None for query in queries)
+            group = edition, options, has_pooled, has_texts, has_negatives
             return await self._rank_scheduler.run(caller, group, pending)
 
     async def _filtered_rows(
@@ -279,7 +294,7 @@ class Ranker:
         return await asyncio.to_thread(searcher.items.cache_rows, options.filter, item_ids)
 
     def _rank(
-        self, group: tuple[Edition, SearchOptions, bool, bool], pending: list[_PendingSearch]
+        self, group: tuple[Edition, SearchOptions, bool, bool, bool], pending: list[_PendingSearch]
     ) -> list[Ranking]:
         edition, options, *_ = group
         searcher = self._versions.get(edition)

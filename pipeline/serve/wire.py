@@ -92,18 +92,27 @@ class Vectors(Request):
     """Token vectors, all of the dimension of the representation."""
 
 
-class Image(Request):
-    """Image query. The encoder of the representation must support images."""
-
-    image: Annotated[str, StringConstraints(min_length=1)]
-    """Base64-encoded PNG, JPEG or WebP file."""
+#: Base64-encoded file.
+File = Annotated[str, StringConstraints(min_length=1)]
 
 
-class Composed(Image):
-    """Composed query of an image and a text. The encoder must support composed queries."""
+class Media(Request):
+    """Query of one or several parts. The encoder of the representation must support them."""
 
-    text: Text
+    text: Text | None = None
     """Text of the query."""
+    image: File | None = None
+    """Base64-encoded PNG, JPEG or WebP file."""
+    audio: File | None = None
+    """Base64-encoded audio file. Encoders of texts read the recognised speech."""
+    video: File | None = None
+    """Base64-encoded video file. Encoders of texts read the recognised speech."""
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Media:
+        has_part = any((self.text, self.image, self.audio, self.video))
+        self.require(has_part, "text", "a text unless there is an image, audio or a video")
+        return self
 
 
 class StoredItem(Request):
@@ -130,32 +139,27 @@ class StoredItem(Request):
 def query_kind(query: Any) -> str:
     """Returns the kind of a query, which determines the schema for its validation."""
     if isinstance(query, Mapping):
-        kinds = {"text": "composed", "image": "image", "item": "item"}
-        return next((kind for field, kind in kinds.items() if field in query), "vectors")
-    classes: dict[type, str] = {
-        Vectors: "vectors",
-        Image: "image",
-        Composed: "composed",
-        StoredItem: "item",
-    }
+        if Media.model_fields.keys() & query.keys():
+            return "media"
+        return "item" if "item" in query else "vectors"
+    classes: dict[type, str] = {Vectors: "vectors", Media: "media", StoredItem: "item"}
     return classes.get(type(query), "text")
 
 
 Query = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[Vectors, Tag("vectors")]
-    | Annotated[Image, Tag("image")]
-    | Annotated[Composed, Tag("composed")]
+    | Annotated[Media, Tag("media")]
     | Annotated[StoredItem, Tag("item")],
     Discriminator(query_kind),
 ]
 #: Kinds of queries, which pydantic inserts into the paths of validation errors.
-QUERY_KINDS = ("text", "vectors", "image", "composed", "item")
+QUERY_KINDS = ("text", "vectors", "media", "item")
 
 
 def query_text(query: Query) -> str | None:
     """Returns the text that a query contains, or None if it has no text."""
-    return query.text if isinstance(query, Composed) else query if isinstance(query, str) else None
+    return query.text if isinstance(query, Media) else query if isinstance(query, str) else None
 
 
 #: Maximum values of numbers, and maximum lengths of texts and lists, in a search.
@@ -189,6 +193,9 @@ class SearchFields(SearchOptions):
 
     index: Name | None = None
     """Name of the index or federation. Optional if the access key can access only one index."""
+    negative: Query | None = None
+    """Query that the hits should not match. Its score, multiplied by `negative_weight`, is
+    subtracted from that of the query. Null for a federation, for reranking and for `fused`."""
     members: Annotated[dict[Name, MemberOptions], Field(max_length=256)] | None = None
     """Options of members of a federation by name. Null for an index."""
     join: Join | None = None
@@ -221,7 +228,8 @@ class SearchRequest(SearchFields):
     """Search with one query."""
 
     query: Query
-    """The query: a text, an image, a text with an image, token vectors, or an item of the index."""
+    """The query: a text; an image, audio, a video or several of these; token vectors; or an item of
+    the index."""
 
 
 class BatchSearchRequest(SearchFields):
@@ -341,7 +349,8 @@ class RerankRequest(Request):
     """Representation that `vectors` scores with, or a prefix `NAME@K`. Default: the default
     representation."""
     query: Query
-    """The query: a text, an image, a text with an image, token vectors, or an item of the index."""
+    """The query: a text; an image, audio, a video or several of these; token vectors; or an item of
+    the index."""
     item_ids: Annotated[list[Id], Field(min_length=1, max_length=10_000)]
     """Ids of the items to score."""
     k: Annotated[int, Field(ge=1, le=10_000)] | None = None
@@ -431,7 +440,7 @@ class Representation(Response):
     """Dimension of the vectors."""
     scores: list[str]
     """Scores that the representation supports."""
-    queries: list[Literal["text", "image", "composed", "vectors", "item"]]
+    queries: list[Literal["text", "image", "audio", "video", "composed", "vectors", "item"]]
     """Kinds of queries that the representation supports."""
     candidates: list[str] = Field(default_factory=list)
     """Values of `candidates` that the representation supports: `exact` and the names of its

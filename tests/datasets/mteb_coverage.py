@@ -19,6 +19,7 @@ from typing import Any
 from pipeline.config import SpecError
 from pipeline.registry import BENCHMARKS, SOURCES
 from pipeline.schema import Item
+from pipeline.search.media import query_parts
 from tests.datasets import mteb_data
 
 #: Layouts of tasks with a loader of their own, by a prefix of the name of its module.
@@ -102,7 +103,7 @@ def read_queries(spec: dict[str, Any]) -> str:
     except SpecError as error:
         return f"error: {error.problem}"
     query = next(judged.inputs(judged.queries))
-    kind = {str: "text", bytes: "image"}.get(type(query), "text and image")
+    kind = " and ".join(query_parts(query))
     return f"{kind}, pools" if judged.pools is not None else kind
 
 

@@ -60,11 +60,17 @@ def test_image_and_composed_queries(tmp_path):
     assert query == Composed(mteb_data.text(1), mteb_data.image(1)["bytes"])
 
 
-def test_queries_with_audio_are_refused(tmp_path):
-    folder = mteb_data.captions(tmp_path, "ClothoA2TRetrieval")
-    rule = "benchmark.task must be a task whose queries are texts, images, or both"
-    with pytest.raises(SpecError, match=f"{rule}.*which has queries of audio"):
-        load("ClothoA2TRetrieval", folder)
+def test_queries_of_audio_and_videos(tmp_path):
+    judged = load("ClothoA2TRetrieval", mteb_data.captions(tmp_path / "a", "ClothoA2TRetrieval"))
+    (query, *_) = judged.inputs(judged.queries)
+    assert query == Composed(audio=mteb_data.audio(0)["bytes"])
+    assert judged.options()["audios"].keys() == judged.queries.keys()
+    task = "AudioCapsAVVT2ARetrieval"
+    judged = load(task, mteb_data.pairs(tmp_path / "b", task))
+    (query, *_) = judged.inputs(judged.queries)
+    video = mteb_data.video(0)["bytes"]
+    assert query.text == mteb_data.text(0) and query.parts == ("text", "video")
+    assert len(query.video) == len(video)
 
 
 def test_instructions_of_queries_are_appended(tmp_path):
@@ -343,3 +349,21 @@ def test_encoder_that_cannot_read_the_documents_is_refused(tmp_path):
     rule = "encoder must be an encoder that reads item_id or image or scan, which the source mteb"
     with pytest.raises(SpecError, match=rule):
         index(tmp_path, source, encoder="minilm")
+
+
+def test_video_queries_are_encoded(tmp_path, checkpoint):
+    """A task whose queries have a column of audio and one of videos."""
+    encoder = {
+        "name": "qwen_omni",
+        "model": checkpoint("qwen2_5_omni"),
+        "dtype": "float32",
+        "document_prompt": QUERY_PROMPT,
+    }
+    task = "AudioCapsAVVA2TRetrieval"
+    folder = mteb_data.pairs(tmp_path / "data", task)
+    uri = index(tmp_path, {"task": task, "data": str(folder)}, encoder=encoder)
+    source = {"task": task, "data": str(folder)}
+    evaluation = evaluate(tmp_path, uri, source, representations=["full"], bm25=False)
+    runs = read_runs(tmp_path)
+    assert {len(scores) for rankings in runs.values() for scores in rankings.values()} == {4}
+    assert "nDCG@10" in evaluation.results[0].means

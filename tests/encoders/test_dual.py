@@ -190,7 +190,7 @@ def test_class_token(build):
     assert_close(whole.vectors[:, 1:], plain.vectors)
     assert whole.kind[0].tolist() == [SPECIAL] + [VISUAL] * 16
     assert whole.extents[0, 0].isnan().all()
-    names = build("clip", keep_class=True).encode_images([png(noise(40, 40))]).token_texts
+    names = build("clip", keep_class=True).encode_media([{"image": png(noise(40, 40))}]).token_texts
     assert names[0][:2] == ["[CLASS]", "[12,12]"]
 
 
@@ -229,9 +229,13 @@ def test_clip_ignores_content_outside_the_crop(build):
     encoder = build("clip")
     first, second = noise(64, 32), noise(64, 32)
     second.paste(noise(14, 32, seed=5), (0, 0))  # the crop starts at column 16
-    assert_close(*(encoder.encode_images([png(image)]).tokens.vectors for image in (first, second)))
+    assert_close(
+        *(encoder.encode_media([{"image": png(image)}]).tokens.vectors for image in (first, second))
+    )
     second.paste(noise(16, 32, seed=5), (18, 0))
-    vectors = [encoder.encode_images([png(image)]).tokens.vectors for image in (first, second)]
+    vectors = [
+        encoder.encode_media([{"image": png(image)}]).tokens.vectors for image in (first, second)
+    ]
     assert not torch.allclose(*vectors, atol=1e-3)
 
 
@@ -285,7 +289,7 @@ def test_special_tokens_in_queries_are_plain_text(encoder):
 def test_image_query_matches_item(encoder):
     (image,), items = make_images((40, 24))
     (batch,) = encode_items(encoder, items)
-    queries = encoder.encode_images([png(image)])
+    queries = encoder.encode_media([{"image": png(image)}])
     assert_close(queries.tokens.vectors, batch.vectors)
     assert_close(queries.tokens.pooled, batch.pooled)
     assert len(queries.token_texts[0]) == batch.lengths[0]
@@ -307,7 +311,7 @@ def test_encodes_frames_separately(encoder):
     )
     video, silent = encode_items(encoder, items)
     assert silent.lengths.tolist() == [0]
-    alone = encoder.encode_images([png(image) for image in images]).tokens
+    alone = encoder.encode_media([{"image": png(image)} for image in images]).tokens
     assert_close(video.vectors[0], alone.vectors.flatten(0, 1))
     assert_close(video.pooled[0], normalise(alone.pooled.sum(dim=0)))
     assert video.extents[0, [0, -1], 4:].tolist() == [[0, 1], [1, 5]]

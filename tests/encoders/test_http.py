@@ -99,11 +99,11 @@ def test_images_are_sent_as_data_urls(images):
     found = encode_items(encoder, items)
     for row, file in enumerate(files):
         assert len(real(found[row])) == 29
-        assert_close(real(encoder.encode_images([file]).tokens), real(found[row]))
+        assert_close(real(encoder.encode_media([{"image": file}]).tokens), real(found[row]))
     assert found[2].lengths.tolist() == [0]
     content = images.requests[0]["messages"][0]["content"]
     assert content[0]["type"] == "image_url" and content[1]["text"] == "Describe the image."
-    assert encoder.query_kinds(encoder.spec) == ("text", "image")
+    assert encoder.query_kinds(encoder.spec) == ("text", "image", "video")
     assert encoder.templates().image == "{image}Describe the image."
 
 
@@ -117,8 +117,8 @@ def test_equals_colpali(images, checkpoint):
     items = pa.table({"image": pa.array([png(noise(40, 40))], pa.binary())})
     assert_close(encode_items(remote, items)[0].vectors, encode_items(local, items)[0].vectors)
     for found, expected in zip(
-        (remote.encode_queries(["wing lift"]), remote.encode_images(items["image"].to_pylist())),
-        (local.encode_queries(["wing lift"]), local.encode_images(items["image"].to_pylist())),
+        (remote.encode_queries(["wing lift"]), remote.encode_media(items.to_pylist())),
+        (local.encode_queries(["wing lift"]), local.encode_media(items.to_pylist())),
         strict=True,
     ):
         assert_close(found.tokens.vectors, expected.tokens.vectors)

@@ -143,7 +143,7 @@ def test_queries_match_transformers(encoder, build, reference):
         assert len(found.token_texts[i]) == len(expected)
     image = noise(20, 30)
     _, _, expected, _ = reference.image(image)
-    assert_close(encoder.encode_images([png(image)]).tokens.vectors[0], expected)
+    assert_close(encoder.encode_media([{"image": png(image)}]).tokens.vectors[0], expected)
     short = build(truncate_dim=8)
     assert short.pooled_dim == 8 and short.dim == 16
     _, states, _, _ = reference("Query: lift")
@@ -248,7 +248,7 @@ def test_encodes_frames_separately(encoder):
     ]
     items = pa.table({"item_id": ["clip"], "frames": pa.array([frames], pa.list_(FRAME))})
     found = encode_items(encoder, items)[0]
-    alone = encoder.encode_images([png(image) for image in images]).tokens
+    alone = encoder.encode_media([{"image": png(image)} for image in images]).tokens
     assert_close(found.vectors[0], alone.vectors.flatten(0, 1))
     expected = torch.nn.functional.normalize(alone.pooled.sum(dim=0), dim=0)
     assert_close(found.pooled[0], expected)

@@ -498,15 +498,36 @@ def test_queries_match_transformers(encoder, reference):
         assert_close(found.tokens.pooled[row], states[-1])
         assert len(found.token_texts[row]) == is_kept(encoder, ids).sum()
     images, _ = make_images((20, 30), (8, 8))
-    found = encoder.encode_images([png(image) for image in images])
+    found = encoder.encode_media([{"image": png(image)} for image in images])
     for row, image in enumerate(images):
         ids, output = reference.image(image, prompt=QUERY_PROMPT)
         states = unit(output.hidden_states[-1][0])
         assert_close(
             found.tokens.vectors[row][found.tokens.mask[row]], states[is_kept(encoder, ids)]
         )
-    composed = encoder.encode_composed(["but in red"], [png(images[0])]).tokens
+    query = {"text": "but in red", "image": png(images[0])}
+    composed = encoder.encode_media([query]).tokens
     assert VISUAL not in composed.kind and TEXT in composed.kind
+
+
+def test_queries_of_audio_and_videos_are_encoded_like_items(build):
+    """With the prompt of items, a query of the same content has the same vectors."""
+    encoder = build(query_prompt=DOCUMENT_PROMPT)
+    frames = [noise(24, 16, seed) for seed in range(4)]
+    audio = noise_audio(1.0)
+    for items in (clip(samples=audio), clip(frames, range(4)), clip(frames, range(4), audio)):
+        (query,) = items.to_pylist()
+        found = encode_items(encoder, items)[0]
+        queries = encoder.encode_media([query])
+        assert_close(queries.tokens.vectors, found.vectors)
+        assert_close(queries.tokens.pooled, found.pooled)
+        assert len(queries.token_texts[0]) == found.lengths[0]
+    named = encoder.encode_media([clip(samples=audio).to_pylist()[0]]).token_texts[0]
+    assert "[0.04 s]" in named
+    composed = encoder.encode_media([{"text": "but louder", **query}]).tokens
+    assert TEXT in composed.kind and AUDIO not in composed.kind and VISUAL not in composed.kind
+    with pytest.raises(SpecError, match="query must be a readable input, .* which is too short"):
+        encoder.encode_media(clip(samples=noise_audio(0.01)).to_pylist())
 
 
 def test_subsamples_long_videos(build):
@@ -547,8 +568,8 @@ def test_settings_of_the_video_processor(build, checkpoint, reference, tmp_path)
     assert_close(batch.vectors[0], unit(expected.hidden_states[-1][0, is_kept(found, ids)]))
     assert_close(batch.pooled[0], unit(expected.hidden_states[-1][0, -1]))
     assert encode_items(plain, clip(frames, np.arange(4) * 0.5))[0].lengths > batch.lengths
-    image = [png(frames[0])]
-    assert_close(found.encode_images(image).tokens.pooled, plain.encode_images(image).tokens.pooled)
+    image = [{"image": png(frames[0])}]
+    assert_close(found.encode_media(image).tokens.pooled, plain.encode_media(image).tokens.pooled)
     assert found.fingerprint != plain.fingerprint
 
 

@@ -333,7 +333,7 @@ def test_keep(build):
         start = ["<|im_start|>"] if keep == "paper" else []
         assert "".join(text.token_texts[0]) == "".join([*start, "a<|im_end|>b"])
         assert (text.tokens.kind[0] == TEXT).sum() > 1
-        assert VISUAL in encoder.encode_images([png(images[0])]).tokens.kind
+        assert VISUAL in encoder.encode_media([{"image": png(images[0])}]).tokens.kind
     v, s, p = VISUAL, SPECIAL, PROMPT
     assert kinds["paper"] == [s, p, s, v, v, v, v, s, p]
     assert kinds["code"] == [p, v, v, v, v, p]
@@ -385,15 +385,13 @@ def test_composed_queries(build, reference):
     masked = is_text & (ids != reference.model.config.image_token_id)
     for mask_composed, keep in ((True, masked), (False, is_text)):
         encoder = build(reference.family, mask_composed=mask_composed)
-        found = encoder.encode_composed([text, "x"], [png(image), png(noise(8, 8))])
+        query = {"text": text, "image": png(image)}
+        found = encoder.encode_media([query, {"text": "x", "image": png(noise(8, 8))}])
         assert_close(found.tokens.vectors[0][found.tokens.mask[0]], states[keep])
         assert_close(found.tokens.pooled[0], states[-1])
         assert len(found.token_texts[0]) == keep.sum()
-    visual = build(reference.family, output_tokens="visual").encode_composed([text], [png(image)])
+    visual = build(reference.family, output_tokens="visual").encode_media([query])
     assert_close(visual.tokens.vectors[0], states[masked])
-    for texts, data in (([], []), ([" "], [png(image)]), (["a"], [])):
-        with pytest.raises(SpecError, match="query"):
-            encoder.encode_composed(texts, data)
 
 
 def test_bidirectional(build, reference):
@@ -414,7 +412,7 @@ def test_bidirectional(build, reference):
             mm_token_type_ids=types,
             **inputs,
         ).last_hidden_state[0]
-    found = encoder.encode_images([png(image)]).tokens
+    found = encoder.encode_media([{"image": png(image)}]).tokens
     assert_close(found.vectors[0], unit(expected[:-1]))
     first, second = (encoder.encode_queries([text]).tokens.vectors[0, 0] for text in TEXTS[:2])
     assert not torch.allclose(first, second)  # the first token attends to later ones
@@ -471,9 +469,9 @@ def test_instruction_replaces_that_of_the_prompt(build, reference):
     prompt = "Do this: {instruction}\n{content}\n"
     slotted = build(reference.family, query_prompt=prompt).with_instruction("Find a page.")
     custom = build(reference.family, query_prompt="Do this: Find a page.\n{content}\n")
-    for encode in ("encode_images", "encode_composed"):
-        arguments = [[png(image)]] if encode == "encode_images" else [[text], [png(image)]]
-        both = [getattr(encoder, encode)(*arguments).tokens.pooled for encoder in (slotted, custom)]
+    for more in ({}, {"text": text}):
+        query = {"image": png(image), **more}
+        both = [encoder.encode_media([query]).tokens.pooled for encoder in (slotted, custom)]
         assert torch.equal(*both)
     assert build(reference.family).fingerprint == instructed.fingerprint
 
@@ -539,9 +537,10 @@ def test_gme(build, checkpoint, edited):
     # The class of GME in config.json selects its preprocessing.
     folder = edited("qwen2_vl", config={"architectures": ["GmeQwen2VL"]})
     named = build(model=folder, output_tokens="paper", **prompts, **limits)
-    assert_close(named.encode_images([png(image)]).tokens.pooled[0], states[-1])
+    query = {"image": png(image)}
+    assert_close(named.encode_media([query]).tokens.pooled[0], states[-1])
     plain = build("qwen2_vl", output_tokens="paper", **prompts, **limits)
-    assert (plain.encode_images([png(image)]).tokens.pooled[0] - states[-1]).abs().max() > 1e-3
+    assert (plain.encode_media([query]).tokens.pooled[0] - states[-1]).abs().max() > 1e-3
     assert plain.fingerprint != encoder.fingerprint
 
 
@@ -552,7 +551,8 @@ def test_positions(build, reference, positions):
     encoder = build(
         reference.family, positions=positions, query_prompt=prompt, preprocessing="transformers"
     )
-    found = encoder.encode_images([png(noise(40, 40)), png(image)]).tokens.pooled[1]
+    queries = [{"image": png(each)} for each in (noise(40, 40), image)]
+    found = encoder.encode_media(queries).tokens.pooled[1]
     inputs = reference.images([image], return_tensors="pt")
     vision = f"{START}{'<|image_pad|>' * 6}{END}"
     ids, expected = reference.image(image, prompt=prompt)
@@ -672,8 +672,8 @@ def test_settings_of_the_video_processor(build, edited, reference):
         found = encode_items(encoder, items)[0]
         assert_close(found.pooled[0], unit(expected.hidden_states[-1][0, -1]))
         assert_close(
-            encoder.encode_images([png(frames[0])]).tokens.pooled,
-            plain.encode_images([png(frames[0])]).tokens.pooled,
+            encoder.encode_media([{"image": png(frames[0])}]).tokens.pooled,
+            plain.encode_media([{"image": png(frames[0])}]).tokens.pooled,
         )
         assert encoder.fingerprint != plain.fingerprint
     larger = build(**given, min_pixels=12 * 64, max_pixels=12 * 64, output_tokens="visual")
@@ -698,7 +698,7 @@ def test_pixel_limits(build):
     assert encode_items(whole, items)[0].lengths.tolist() == [16]
     assert encode_items(small, items)[0].lengths.tolist() == [4]
     large = build(output_tokens="visual", min_pixels=48 * 48, max_pixels=64 * 64)
-    assert large.encode_images([png(images[0])]).tokens.lengths.tolist() == [64]
+    assert large.encode_media([{"image": png(images[0])}]).tokens.lengths.tolist() == [64]
 
 
 def check(**fields):
@@ -712,9 +712,9 @@ def test_rejects_unreadable_inputs(build, checkpoint):
     with pytest.raises(Unreadable, match="image not supported by the model"):
         encode_items(encoder, items)
     with pytest.raises(SpecError, match="aspect ratio"):
-        encoder.encode_images([png(narrow[0])])
+        encoder.encode_media([{"image": png(narrow[0])}])
     with pytest.raises(SpecError, match="aspect ratio"):
-        encoder.encode_composed(["a"], [png(narrow[0])])
+        encoder.encode_media([{"text": "a", "image": png(narrow[0])}])
     long = "drag " * 600  # exceeds the 512 positions of the model
     with pytest.raises(Unreadable, match="too many tokens: .* at most 512"):
         encode_items(encoder, pa.table({"item_id": ["long"], "text": [long]}))

@@ -83,7 +83,7 @@ def test_equals_visual_models(checkpoint, family):
     files = [png(noise(*size)) for size in ((40, 40), (64, 32), (33, 47))]
     items = pa.table({"image": pa.array([*files, None], pa.binary())})
     assert_equal(encoder, local, items, QUERIES[:2])
-    a, b = (e.encode_images(files[:1]).tokens.vectors for e in (encoder, local))
+    a, b = (e.encode_media([{"image": files[0]}]).tokens.vectors for e in (encoder, local))
     assert_close(a, b)
 
 

@@ -52,7 +52,7 @@ def test_tiny_images_yield_tokens(encoder):
         assert is_visual.any() and found[row].vectors[found[row].mask].isfinite().all()
         boxes = found[row].extents[0][is_visual, :4]
         assert (boxes >= 0).all() and (boxes <= 1).all() and (boxes[:, 2:] > boxes[:, :2]).all()
-        assert encoder.encode_images([png(image)]).tokens.lengths[0] > 0
+        assert encoder.encode_media([{"image": png(image)}]).tokens.lengths[0] > 0
 
 
 def test_tiny_images_keep_their_colours(encoder):
@@ -60,7 +60,7 @@ def test_tiny_images_keep_their_colours(encoder):
         colours = []
         for scale in (1, 40):
             image = Image.new("RGB", (scale * width, scale * height), RED)
-            inputs, _ = encoder._reader.read_image_query(image)
+            (inputs,), _ = encoder._reader.read_media_query({"image": png(image)})
             colours.append(inputs.media["pixel_values"].unique())
         assert len(colours[0]) == 3
         torch.testing.assert_close(*colours, atol=1e-4, rtol=0)
@@ -72,13 +72,13 @@ def test_extreme_aspect_ratios(encoder, size):
     if not {encoder.spec.name, Path(encoder.spec.model).name} & set(STRICT):
         found = encode_items(encoder, items)[0]
         assert found.lengths[0] > 0 and found.vectors.isfinite().all()
-        assert encoder.encode_images([png(image)]).tokens.lengths[0] > 0
+        assert encoder.encode_media([{"image": png(image)}]).tokens.lengths[0] > 0
         return
     detail = "aspect ratio must be smaller than 200, got 300"
     with pytest.raises(Unreadable, match=f"image not supported by the model: .*{detail}"):
         encode_items(encoder, items)
     with pytest.raises(SpecError, match=f"^query must be .*{detail}"):
-        encoder.encode_images([png(image)])
+        encoder.encode_media([{"image": png(image)}])
 
 
 def test_video_frames_of_one_pixel(encoder):

@@ -137,5 +137,5 @@ def test_failed_opening_is_repeated(uri):
 
 
 def test_default_time_exceeds_that_of_a_request():
-    assert Timeouts().request_s == 70
-    assert Timeouts(encode_s=1, search_s=2, rerank_s=3, describe_s=4).request_s == 11
+    assert Timeouts().request_s == 170
+    assert Timeouts(encode_s=1, media_s=1, search_s=2, rerank_s=3, describe_s=4).request_s == 11

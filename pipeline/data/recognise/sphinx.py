@@ -6,6 +6,7 @@ The wheel includes the model.
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any, Literal
 
 import numpy as np
@@ -51,6 +52,7 @@ class Sphinx(Recogniser["Sphinx.Spec"]):
 
         self.spec = spec
         self._decoder = Decoder(samprate=SAMPLE_RATE, loglevel="FATAL")
+        self._lock = threading.Lock()  # queries of several threads share the decoder
 
     @classmethod
     def check(cls, spec: Spec) -> None:
@@ -67,13 +69,14 @@ class Sphinx(Recogniser["Sphinx.Spec"]):
         audio = item.get("audio")
         if audio is None:
             return []
-        words = [
-            word
-            for start, samples in split_utterances(
-                decode_samples(audio), self.spec.max_utterance_seconds
-            )
-            for word in self._recognise_utterance(samples, audio["start"] + start)
-        ]
+        with self._lock:
+            words = [
+                word
+                for start, samples in split_utterances(
+                    decode_samples(audio), self.spec.max_utterance_seconds
+                )
+                for word in self._recognise_utterance(samples, audio["start"] + start)
+            ]
         return filter_words(
             split_at_pauses(words, self.spec.min_pause_seconds), self.spec.min_confidence
         )

@@ -20,7 +20,14 @@ import {
 import { $, append, h, replace } from "./dom.js";
 import { Evaluations } from "./evaluations.js";
 import { hitCard, title } from "./hits.js";
-import { dataUrl, imageOf, readImage } from "./images.js";
+import {
+  attachmentOf,
+  contentOf,
+  dataUrl,
+  kindOf,
+  readAttachment,
+  record,
+} from "./attachments.js";
 import { Judge, setUpExport } from "./judge.js";
 import { alternate, changes, kendall, lost, merge, overlap } from "./ranks.js";
 import { sampleGrid, stateLink } from "./start.js";
@@ -52,13 +59,13 @@ const SORTS = {
 };
 
 let state = parseState(location.search);
-let image = history.state?.image ?? null;
+let attachment = history.state?.attachment ?? null;
 let indexes = [];
 const facetsByIndex = new Map();
 let controller = new AbortController();
 let media = new Media();
-/** Query image of the shown results. */
-let shownImage = null;
+/** Attachment of the query of the shown results. */
+let shownAttachment = null;
 /**
  * Columns of the shown results: {side, label, response, hits, itself, representation}. `itself` is the
  * hit of the item that is the query, which is not listed.
@@ -86,7 +93,7 @@ const collection = new CollectionMap({
 const evaluations = new Evaluations({
   href: (change) => `./${formatState({ ...state, open: "", ...change })}`,
   go: (change) => {
-    image = null;
+    attachment = null;
     go(change);
   },
   keep,
@@ -98,7 +105,7 @@ const evaluations = new Evaluations({
 function go(change, { replace: isReplacing = false } = {}) {
   const next = { ...state, ...change };
   const url = formatState(next) || "./";
-  const entry = { image };
+  const entry = { attachment };
   if (isReplacing) history.replaceState(entry, "", url);
   else history.pushState(entry, "", url);
   return show(next);
@@ -107,14 +114,14 @@ function go(change, { replace: isReplacing = false } = {}) {
 /** Changes the state in the URL only: the view already shows the change. */
 function keep(change) {
   state = { ...state, ...change };
-  history.replaceState({ image }, "", formatState(state) || "./");
+  history.replaceState({ attachment }, "", formatState(state) || "./");
 }
 
 async function show(next) {
   if (!next.index && indexes.length) next.index = indexes[0].name;
   const withoutItem = (other) => formatState({ ...other, open: "" });
   next.ids = state.ids;
-  const isSameSearch = image === shownImage && withoutItem(next) === withoutItem(state);
+  const isSameSearch = contentOf(attachment) === contentOf(shownAttachment) && withoutItem(next) === withoutItem(state);
   state = next;
   if (isSameSearch && columns.length) {
     showItem();
@@ -124,7 +131,7 @@ async function show(next) {
 }
 
 window.addEventListener("popstate", (event) => {
-  image = event.state?.image ?? null;
+  attachment = event.state?.attachment ?? null;
   show(parseState(location.search));
 });
 
@@ -135,11 +142,11 @@ async function update() {
   controller = new AbortController();
   const { signal } = controller;
   columns = [];
-  shownImage = image;
+  shownAttachment = attachment;
   clearErrors();
   hideBanner();
   document.body.dataset.view = state.view;
-  document.body.classList.toggle("start", state.view === "search" && !hasQuery(state, image));
+  document.body.classList.toggle("start", state.view === "search" && !hasQuery(state, attachment));
   if (state.view !== shownView) {
     shownView = state.view;
     $("options").open = state.view === "compare" && !narrow.matches;
@@ -185,7 +192,7 @@ async function update() {
     }
     state.ids = await idsInArea(state.index, state.area, signal);
     signal.throwIfAborted();
-    if (!hasQuery(state, image)) {
+    if (!hasQuery(state, attachment)) {
       showStart();
       return;
     }
@@ -244,17 +251,17 @@ function fillExamples() {
     const change = { q: example.query, item: "", box: "", times: "", open: "", ...answering(example) };
     return stateLink("a.chip", linkTo(change), example.query);
   });
-  const isShown = chips.length > 0 && state.view !== "evaluations" && !hasQuery(state, image);
+  const isShown = chips.length > 0 && state.view !== "evaluations" && !hasQuery(state, attachment);
   $("examples").hidden = !isShown;
   replace($("examples"), h("span.facet-name", {}, "Try"), chips);
 }
 
-/** Returns the address and the action of a link that changes the state and removes the image. */
+/** Returns the address and the action of a link that changes the state and removes the attachment. */
 function linkTo(change) {
   return {
     href: `./${formatState({ ...state, ...change })}`,
     go: () => {
-      image = null;
+      attachment = null;
       go(change);
     },
   };
@@ -276,10 +283,10 @@ function answering({ representation }) {
 
 // -- query ------------------------------------------------------------------------------------
 
-/** Shows the image or the item that is part of the query, with a button that removes it. */
+/** Shows the file or the item that is part of the query, with a button that removes it. */
 function showQueryPart() {
   const part = $("query-part");
-  part.hidden = !(state.item || image || state.area);
+  part.hidden = !(state.item || attachment || state.area);
   part.replaceChildren();
   const remove = h(
     "button.icon",
@@ -288,7 +295,7 @@ function showQueryPart() {
       "aria-label": "Remove from the query",
       on: {
         click: () => {
-          image = null;
+          attachment = null;
           go({ item: "", box: "", times: "", open: "" });
           $("q").focus();
         },
@@ -299,8 +306,10 @@ function showQueryPart() {
   if (state.item) {
     const kind = state.box || state.times ? "part of " : "like ";
     append(part, [h("span.query-item", { title: state.item }, kind, state.item), remove]);
-  } else if (image) {
-    append(part, [h("img", { src: dataUrl(image), alt: "Query image" }), remove]);
+  } else if (attachment?.image) {
+    append(part, [h("img", { src: dataUrl(attachment.image), alt: "Query image" }), remove]);
+  } else if (attachment) {
+    append(part, [h("span.query-item", {}, ...Object.keys(attachment)), remove]);
   }
   if (state.area) {
     const click = () => go({ area: "", open: "" });
@@ -310,18 +319,15 @@ function showQueryPart() {
   }
 }
 
-async function useImage(file) {
+async function attach(file) {
   clearErrors();
   const kinds = currentQueryKinds();
-  if (!kinds.has("image")) {
-    const message = "Query image: this representation supports text queries only.";
-    showFieldError({ field: "query", message });
-    return;
-  }
+  const kind = kindOf(file);
   try {
-    image = await readImage(file);
+    if (!kinds.has(kind)) throw new Error("this representation does not support such queries");
+    attachment = await readAttachment(file);
   } catch (error) {
-    showFieldError({ field: "query", message: `Query image: ${error.message}` });
+    showFieldError({ field: "query", message: `Query ${kind}: ${error.message}` });
     return;
   }
   columns = [];
@@ -329,9 +335,26 @@ async function useImage(file) {
   go({ item: "", box: "", times: "", open: "", q });
 }
 
-/** Removes the query image if there is a text that cannot be combined with it. */
-function replaceImage(text) {
-  if (text.trim() && !currentQueryKinds().has("composed")) image = null;
+/** Removes the attachment if there is a text that cannot be combined with it. */
+function replaceAttachment(text) {
+  if (text.trim() && !currentQueryKinds().has("composed")) attachment = null;
+}
+
+let stopRecording = null;
+
+/** Starts to record the microphone, or searches by the recording. */
+async function toggleRecording() {
+  const button = $("record-button");
+  const stop = stopRecording;
+  stopRecording = null;
+  button.setAttribute("aria-pressed", String(!stop));
+  try {
+    if (stop) await attach(await stop());
+    else stopRecording = await record();
+  } catch (error) {
+    button.setAttribute("aria-pressed", "false");
+    showFieldError({ field: "query", message: `Microphone: ${error.message}` });
+  }
 }
 
 function currentQueryKinds() {
@@ -339,7 +362,7 @@ function currentQueryKinds() {
 }
 
 function searchByItem(hit, part = {}) {
-  image = null;
+  attachment = null;
   go({
     ...memberChange(hit),
     view: state.view === "compare" ? "compare" : "search",
@@ -366,7 +389,7 @@ function representationOf(hit, column) {
 
 /** Opens an item of the index, with similar items as the hits. */
 function openItem(id) {
-  image = null;
+  attachment = null;
   const view = state.view === "compare" ? "compare" : "search";
   const column = openColumn();
   go({ ...memberChange(column && openHit(column)), view, q: "", item: id, box: "", times: "", filter: "", area: "", open: id });
@@ -412,7 +435,7 @@ async function findColumns(signal, failed) {
 /** Searches one representation, or contents together with captions or images. */
 async function find(side, signal) {
   if (indexInfo(state, indexes).members) return findFederated(signal);
-  const body = { ...searchBody(state, image, side), explain: "matches" };
+  const body = { ...searchBody(state, attachment, side), explain: "matches" };
   const all = side === "a" ? combined(state, indexInfo(state, indexes)) : null;
   if (!all) return search(body, signal);
   const searchIn = async ({ name, field }) => {
@@ -420,7 +443,8 @@ async function find(side, signal) {
     response.hits.forEach((hit) => (hit.found = { name, field }));
     return response;
   };
-  const kind = image ? (state.q.trim() ? "composed" : "image") : "text";
+  const parts = [...(state.q.trim() ? ["text"] : []), ...Object.keys(attachment ?? {})];
+  const kind = parts.length > 1 ? "composed" : parts[0];
   const both = state.item ? all : all.filter(({ queries }) => queries.includes(kind));
   if (!both.length) return search(body, signal); // the server tells which queries are supported
   if (state.item) {
@@ -430,7 +454,12 @@ async function find(side, signal) {
       return searchIn(both[1]);
     });
   }
-  const responses = await Promise.all(both.map(searchIn));
+  const settled = await Promise.allSettled(both.map(searchIn));
+  const responses = settled.flatMap(({ value }) => value ?? []);
+  // One of two encoders may not read a query, such as a video without speech.
+  const isBroken = ({ reason }) => reason && (!responses.length || reason.code !== "invalid_argument");
+  const broken = settled.find(isBroken);
+  if (broken) throw broken.reason;
   const rankings = responses.map(({ hits }) => hits);
   const join = both.some(({ field }) => field === "image") ? alternate : merge;
   const hits = join(rankings, state.group ? "parent_id" : "item_id").slice(0, body.k);
@@ -441,7 +470,7 @@ async function find(side, signal) {
 
 /** Searches a federation. Its hits have the index of the member that describes them. */
 async function findFederated(signal) {
-  const response = await search(federatedBody(searchBody(state, image)), signal);
+  const response = await search(federatedBody(searchBody(state, attachment)), signal);
   const names = new Map(response.members.map(({ name, index }) => [name, index]));
   for (const hit of response.hits) hit.index = names.get(hit.members[0].member);
   return response;
@@ -482,7 +511,7 @@ async function compareDurations(signal) {
   const compared = columns;
   for (const column of compared) {
     try {
-      const { durations_ms } = await search(searchBody(state, image, column.side), signal);
+      const { durations_ms } = await search(searchBody(state, attachment, column.side), signal);
       column.warm = durations_ms;
     } catch {
       return; // the key has a rate limit, or there is a new search
@@ -506,7 +535,7 @@ function drawResults() {
   media = new Media();
   const results = $("results");
   results.removeAttribute("aria-busy");
-  const judge = new Judge(state, image);
+  const judge = new Judge(state, attachment);
   const reference = columns[0].hits.map((hit) => hit.item_id);
   const moved = columns[1] ? changes(columns[1].hits.map((hit) => hit.item_id), reference) : null;
   if (columns.length === 1) columns[0].hits.sort((SORTS[state.sort] ?? SORTS[""])[1]);
@@ -718,10 +747,10 @@ function showItem() {
     hit,
     {
       state: hit.found ? { ...state, rep: hit.found.name } : { ...state, ...memberChange(hit) },
-      image,
+      attachment,
       sides: columns,
       canSearchItems: representationOf(hit, column)?.queries.includes("item") ?? false,
-      judge: new Judge(state, image),
+      judge: new Judge(state, attachment),
       hasKey: Boolean(getKey()),
     },
   );
@@ -756,7 +785,8 @@ function showStart() {
   const number = info.num_items.toLocaleString("en-GB");
   const kinds = currentQueryKinds();
   const ways = ["Search by text", kinds.has("image") ? "by an image" : null];
-  if (kinds.has("composed")) ways.push("by both");
+  if (kinds.has("audio")) ways.push("by speech");
+  if (kinds.has("composed")) ways.push("by several of these");
   const isCompare = state.view === "compare";
   const text = isCompare
     ? "Run one query with two representations, and see what the smaller one loses and why."
@@ -873,7 +903,7 @@ $("search-form").addEventListener("submit", (event) => {
   const change = { q, open: "", sort: "" };
   if (state.view === "map") change.view = "search";
   if (q.trim()) Object.assign(change, { item: "", box: "", times: "" });
-  replaceImage(q);
+  replaceAttachment(q);
   columns = [];
   go({ ...change, ...controlValues() });
 });
@@ -887,7 +917,7 @@ for (const name of CONTROLS) {
       Object.assign(change, { item: "", box: "", times: "", area: "" });
     }
     if (name === "rep") Object.assign(change, { candidates: "" });
-    replaceImage($("q").value);
+    replaceAttachment($("q").value);
     go({ ...change, q: $("q").value, open: "" });
   });
 }
@@ -905,7 +935,7 @@ for (const link of document.querySelectorAll("nav a[data-view], .brand")) {
     if (view) {
       go({ view, open: "", ...EVALUATION });
     } else {
-      image = null;
+      attachment = null;
       go({ ...parseState(""), index: state.index });
     }
   });
@@ -914,14 +944,15 @@ for (const link of document.querySelectorAll("nav a[data-view], .brand")) {
 $("image-button").addEventListener("click", () => $("image-file").click());
 $("image-file").addEventListener("change", () => {
   const [file] = $("image-file").files;
-  if (file) useImage(file);
+  if (file) attach(file);
   $("image-file").value = "";
 });
+$("record-button").addEventListener("click", toggleRecording);
 document.addEventListener("paste", (event) => {
-  const file = imageOf(event.clipboardData);
+  const file = attachmentOf(event.clipboardData);
   if (!file) return;
   event.preventDefault();
-  useImage(file);
+  attach(file);
 });
 document.addEventListener("dragover", (event) => {
   if (![...event.dataTransfer.types].includes("Files")) return;
@@ -934,10 +965,10 @@ document.addEventListener("dragleave", (event) => {
 document.addEventListener("drop", (event) => {
   document.body.classList.remove("dropping");
   event.preventDefault();
-  const file = imageOf(event.dataTransfer);
-  if (file) useImage(file);
+  const file = attachmentOf(event.dataTransfer);
+  if (file) attach(file);
   else if (event.dataTransfer.files.length) {
-    showFieldError({ field: "query", message: "Query image: the file must be an image." });
+    showFieldError({ field: "query", message: "The file must be an image, audio or a video." });
   }
 });
 

@@ -11,6 +11,8 @@ const SCORES = {
   fused: "fused (with BM25)",
 };
 /** Plain words for the values of selects. */
+/** Media types of the files that a query can have, by kind of query. */
+const ACCEPTED = { image: "image/png,image/jpeg,image/webp", audio: "audio/*", video: "video/*" };
 /** Labels of searches that combine representations, by the other field. */
 const COMBINED = { caption: "contents and captions", image: "texts and images" };
 const CANDIDATES = { exact: "all items", single: "best single vectors", bm25: "best by BM25" };
@@ -20,6 +22,7 @@ const EDITED_FILTER =
 const FIELDS = {
   index: "index",
   query: "q",
+  negative: "negative",
   representation: "rep",
   score: "score",
   weights: "score",
@@ -56,6 +59,7 @@ export const CONTROLS = [
   "depth",
   "k",
   "group",
+  "negative",
   "filter",
 ];
 
@@ -139,10 +143,14 @@ export function fillControls(state, indexes, facets) {
   $("k").value = state.k;
   $("depth").value = state.depth;
   $("group").value = state.group;
+  $("negative").value = state.negative;
   $("filter").value = state.filter;
   $("q").value = state.q;
   const kinds = queryKinds(state, info);
-  $("image-button").hidden = !kinds.has("image");
+  const files = ["image", "audio", "video"].filter((kind) => kinds.has(kind));
+  $("image-button").hidden = !files.length;
+  $("image-file").accept = files.map((kind) => ACCEPTED[kind]).join(",");
+  $("record-button").hidden = !kinds.has("audio") || !navigator.mediaDevices;
   $("q").placeholder = kinds.has("image")
     ? "Search by text, or drop or paste an image"
     : "Search by text";
@@ -158,12 +166,13 @@ function chosenOptions(state, representation) {
   const chosen = ids.map((id) => $(id).selectedOptions[0].textContent);
   if (state.k !== DEFAULTS.k) chosen.push(`${state.k} hits`);
   if (state.group) chosen.push("grouped by document");
+  if (state.negative.trim()) chosen.push(`not ${state.negative.trim()}`);
   if (state.filter.trim()) chosen.push(state.filter.trim());
   return chosen.length ? `: ${chosen.join(" · ")}` : "";
 }
 
 /** Controls that do not apply to a federation, whose members set their values. */
-const MEMBER_CONTROLS = ["rep", "rerank", "score", "candidates", "depth"];
+const MEMBER_CONTROLS = ["rep", "rerank", "score", "candidates", "depth", "negative"];
 
 /**
  * Returns a federation with the fields of an index that the page needs. Items are no queries: the

@@ -1,5 +1,6 @@
 /** Relevance judgments of hits, kept in the browser and exported as benchmarks. */
 
+import { contentOf } from "./attachments.js";
 import { $, download, h } from "./dom.js";
 import { DEFAULTS } from "./state.js";
 import { zip } from "./zip.js";
@@ -16,8 +17,9 @@ export function judgments() {
 }
 
 /** Returns the id of a query, which is equal for equal queries of an index. */
-function queryId(state, image = null) {
-  const part = image ? `${image.length} ${image.slice(-64)}` : "";
+function queryId(state, attachment = null) {
+  const content = contentOf(attachment);
+  const part = content ? `${content.length} ${content.slice(-64)}` : "";
   const text = [state.index, state.q.trim(), state.item, state.box, state.times, part].join("\n");
   let hash = 0xcbf29ce484222325n; // FNV-1a
   for (const byte of new TextEncoder().encode(text)) {
@@ -26,7 +28,7 @@ function queryId(state, image = null) {
   return hash.toString(16).padStart(16, "0");
 }
 
-/** Checks whether a query is a text: the id of any other query contains its image or item. */
+/** Checks whether a query is a text: the id of any other query contains its file or item. */
 function isText(id, { text, index }) {
   return id === queryId({ ...DEFAULTS, index, q: text });
 }
@@ -59,9 +61,10 @@ function exported(all) {
 
 /** Judgments of one query, with buttons for its hits. */
 export class Judge {
-  constructor(state, image) {
-    this.id = queryId(state, image);
-    this.entry = { text: state.q.trim() || state.item || "image", index: state.index };
+  constructor(state, attachment) {
+    this.id = queryId(state, attachment);
+    const [kind] = Object.keys(attachment ?? {});
+    this.entry = { text: state.q.trim() || state.item || kind, index: state.index };
   }
 
   grade(itemId) {
@@ -113,7 +116,7 @@ function showExport() {
   const note = $("judge-note");
   note.hidden = !rest;
   const judged = rest === 1 ? "1 judgment" : `${rest} judgments`;
-  note.textContent = `${judged} of image or item queries not exported`;
+  note.textContent = `${judged} of file or item queries not exported`;
 }
 
 export function setUpExport() {

@@ -21,6 +21,7 @@ export const DEFAULTS = Object.freeze({
   depth: "",
   k: "10",
   group: "",
+  negative: "",
   filter: "",
   area: "",
   sort: "",
@@ -61,12 +62,12 @@ function parseNumbers(text, count) {
 }
 
 /** Checks whether a state describes a query. */
-export function hasQuery(state, image) {
-  return Boolean(state.q.trim() || state.item || image);
+export function hasQuery(state, attachment) {
+  return Boolean(state.q.trim() || state.item || attachment);
 }
 
-/** Returns the query of a search request: a text, an image, both, or an item of the index. */
-function queryOf(state, image) {
+/** Returns the query of a search request: a text, an attachment, both, or an item of the index. */
+function queryOf(state, attachment) {
   if (state.item) {
     const query = { item: state.item };
     const box = parseNumbers(state.box, 4);
@@ -76,7 +77,7 @@ function queryOf(state, image) {
     return query;
   }
   const text = state.q.trim();
-  if (image) return text ? { text, image } : { image };
+  if (attachment) return text ? { text, ...attachment } : attachment;
   return text;
 }
 
@@ -84,12 +85,12 @@ function queryOf(state, image) {
  * Returns the body of a search request.
  *
  * @param {object} state State of the page, with the `ids` of the items in `area`.
- * @param {string|null} image Query image in base64.
+ * @param {object|null} attachment Image, audio or video of the query in base64, by its kind.
  * @param {"a"|"b"} side Column of a comparison. The second has its own representation, reranking and
  *   score. Its score is that of the first unless it is given.
  */
-export function searchBody(state, image = null, side = "a") {
-  const body = { query: queryOf(state, image) };
+export function searchBody(state, attachment = null, side = "a") {
+  const body = { query: queryOf(state, attachment) };
   if (state.index) body.index = state.index;
   const representation = side === "b" ? state.rep2 : state.rep;
   if (representation) body.representation = representation;
@@ -100,6 +101,7 @@ export function searchBody(state, image = null, side = "a") {
   if (score !== DEFAULTS.score) body.score = score;
   if (state.candidates) body.candidates = state.candidates;
   if (state.group) body.group_by = state.group;
+  if (state.negative.trim()) body.negative = state.negative.trim();
   if (state.filter.trim()) body.filter = state.filter.trim();
   if (state.ids) body.ids = state.ids;
   const rerank = side === "b" ? state.rerank2 : state.rerank;

@@ -165,7 +165,7 @@ export function asPython(url, body, withKey) {
   const lines = ["from pipeline.serve import wire", "from pipeline.serve.client import Client", ""];
   let given = python(query);
   if (typeof query !== "string") {
-    const kind = "item" in query ? "StoredItem" : "text" in query ? "Composed" : "Image";
+    const kind = "item" in query ? "StoredItem" : "Media";
     given = `wire.${kind}(${keywords(query)})`;
   } else {
     lines.shift();

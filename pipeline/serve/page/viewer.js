@@ -79,7 +79,7 @@ export class Viewer {
    * @param {object} hit Hit of the item.
    * @param {object} context
    * @param {object} context.state State of the page.
-   * @param {string|null} context.image Query image in base64.
+   * @param {object|null} context.attachment Attachment of the query, see `searchBody`.
    * @param {{side: string, label: string, hits: object[]}[]} context.sides Columns, each with a
    *   representation and the hits that share its colour scale.
    * @param {boolean} context.canSearchItems Whether an item can be the query.
@@ -511,7 +511,7 @@ export class Viewer {
 
   #fillDetails() {
     const hit = this.#hit;
-    const { state, image, sides, canSearchItems, judge } = this.#context;
+    const { state, attachment, sides, canSearchItems, judge } = this.#context;
     const similar = canSearchItems
       ? h(
           "button.quiet-button",
@@ -527,7 +527,7 @@ export class Viewer {
             "Select a region",
           )
         : null;
-    const body = searchBody(state, image, sides[0].side);
+    const body = searchBody(state, attachment, sides[0].side);
     const url = new URL("./", document.baseURI).href;
     const copy = (label, text) => {
       const button = h("button.quiet-button", { type: "button" }, label);
@@ -694,10 +694,10 @@ export class Viewer {
   // -- maps -------------------------------------------------------------------------------------
 
   async #loadMap(pane) {
-    const { state, image } = this.#context;
+    const { state, attachment } = this.#context;
     const { rerank, candidates, group_by: group, filter, ...body } = searchBody(
       state,
-      image,
+      attachment,
       pane.side,
     );
     const request = { ...body, k: 1, ids: [this.#hit.item_id], score: "maxsim", explain: "map" };

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from pipeline.datasets.queries import ImageFiles
-from pipeline.eval.ranker import IMAGES_PER_BATCH, encode_all, map_by_pool
+from pipeline.eval.ranker import map_by_pool
 from pipeline.registry import ENCODERS
+from pipeline.search.query import IMAGES_PER_BATCH, encode
 from tests.images import noise, png
 from tests.tiny import checkpoints
 
@@ -40,10 +41,10 @@ def test_batches_of_queries_equal_single_queries(tmp_path):
     )
     images = [png(noise(32, 32, seed)) for seed in range(IMAGES_PER_BATCH + 2)]
     queries = ["a wing", *images, "two wings of a plane", images[0]]
-    encoded = encode_all(encoder, queries)
+    encoded = encode(encoder, queries)
     assert len(encoded.token_texts) == len(queries) == len(encoded.tokens.mask)
     for row in (0, 1, IMAGES_PER_BATCH + 2, len(queries) - 1):
-        single = encode_all(encoder, [queries[row]])
+        single = encode(encoder, [queries[row]])
         mask = encoded.tokens.mask[row]
         np.testing.assert_allclose(
             encoded.tokens.vectors[row][mask].float().numpy(),

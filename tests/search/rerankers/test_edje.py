@@ -214,7 +214,7 @@ def test_rejects_invalid_requests(tmp_path, uri, dual, model, photos):
     rule = "null unless every query is a text or an image"
     for query in (np.ones((2, 32)), Composed(TEXT, photos["1.png"]), searcher.queries([TEXT])):
         with pytest.raises(
-            SpecError, match=f"^rerank must be {rule}, got .*, which does not support encoded"
+            SpecError, match=f"^rerank must be {rule}, got .*, which does not support other"
         ):
             searcher.search(query, "hpool_4", rerank=reranker)
     with pytest.raises(SpecError, match="^rerank.top must be greater than or equal to 1, got 0$"):

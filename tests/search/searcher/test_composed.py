@@ -33,10 +33,15 @@ def photos(cluster, checkpoint, tmp_path_factory):
 def test_equals_encoded_query(photos):
     folder, images = photos
     searcher = open_index(str(folder / "index"))
-    assert searcher.representation("full").encoder.query_kinds == ("text", "image", "composed")
+    assert searcher.representation("full").encoder.query_kinds == (
+        "text",
+        "image",
+        "video",
+        "composed",
+    )
     queries = [Composed(TEXT, images["3.png"]), Composed("x", images["1.png"])]
     encoder = searcher.encoder()
-    encoded = encoder.encode_composed([q.text for q in queries], [q.image for q in queries])
+    encoded = encoder.encode_media([{"text": q.text, "image": q.image} for q in queries])
     for name in ("full", "hpool_8"):
         for score in ("maxsim", "single_vector", "hybrid"):
             hits = searcher.search(queries, name, score=score)
@@ -63,7 +68,7 @@ def test_explanations_and_maps(photos):
         assert TEXT in "".join(tokens) and not any(token.startswith("[") for token in tokens)
         assert all(location.box for match in hit.matches for location in match.locations)
         map = similarity_map(searcher, query, hit.item_id, name)
-        assert map.query_tokens == tokens and np.isfinite(map.values()).all()
+        assert list(map.query_tokens) == tokens and np.isfinite(map.values()).all()
         assert map.score == pytest.approx(hit.score, abs=1e-3)
         assert highlight(Previews(searcher.index), map).startswith(b"\x89PNG")
 
@@ -78,7 +83,7 @@ def test_rejects_invalid_queries(photos, index_uri):
         with pytest.raises(SpecError, match=f"^query must be .*{problem}"):
             searcher.search(query)
     with pytest.raises(
-        SpecError, match="^query must be a text, got .*, which is not supported by MiniLM$"
+        SpecError, match="^query must be a text or audio.*, which is not supported by MiniLM$"
     ):
         open_index(index_uri).search(Composed(TEXT, images["3.png"]))
 
@@ -96,7 +101,7 @@ def test_search_job(photos, tmp_path, capsys):
     assert "best match: box" in capsys.readouterr().out
     assert (maps / "1.png").read_bytes().startswith(b"\x89PNG")
     search.main([uri, TEXT, "--image", photo, "--k", "2", "--run", str(run)])
-    assert "encoded" in capsys.readouterr().out and len(run.read_text().splitlines()) == 2
+    assert "queries/s" in capsys.readouterr().out and len(run.read_text().splitlines()) == 2
 
 
 def test_search_job_rejects_composed_query_for_text_encoder(photos, index_uri, capsys):
@@ -104,6 +109,7 @@ def test_search_job_rejects_composed_query_for_text_encoder(photos, index_uri, c
     with pytest.raises(SystemExit) as exit:
         jobs.run(search.main, [index_uri, TEXT, "--image", str(folder / "photos" / "3.png")])
     assert exit.value.code == 2
-    message = "query must be a text, got 'a text with an image', which is not supported by MiniLM"
+    kinds = "a text or audio or a video"
+    message = f"query must be {kinds}, got 'a text with an image', which is not supported by MiniLM"
     out, err = capsys.readouterr()
     assert (out, err.splitlines()[-1]) == ("", f"error: {message}")  # after a progress bar

@@ -44,13 +44,14 @@ def test_state_survives_the_url(page, change):
 
 
 def test_search_bodies(page):
-    def body(change: dict, image: str | None = None, side: str = "a") -> dict:
-        arguments = f"{{...m.DEFAULTS, ...{js(change)}}}, {js(image)}, {js(side)}"
+    def body(change: dict, attachment: dict | None = None, side: str = "a") -> dict:
+        arguments = f"{{...m.DEFAULTS, ...{js(change)}}}, {js(attachment)}, {js(side)}"
         return page.module("state.js", f"m.searchBody({arguments})")
 
     assert body({"q": " wing ", "index": "i"}) == {"query": "wing", "index": "i", "k": 10}
-    assert body({"q": "a"}, "AA")["query"] == {"text": "a", "image": "AA"}
-    assert body({}, "AA")["query"] == {"image": "AA"}
+    assert body({"q": "a"}, {"image": "AA"})["query"] == {"text": "a", "image": "AA"}
+    assert body({}, {"audio": "AA"})["query"] == {"audio": "AA"}
+    assert body({"q": "a", "negative": " b "})["negative"] == "b"
     item = body({"item": "x", "box": "0,0,0.5,1", "times": "1,2"})
     assert item["query"] == {"item": "x", "box": [0, 0, 0.5, 1], "times": [1, 2]}
     assert item["k"] == 11  # the item itself is not shown

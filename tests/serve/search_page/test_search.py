@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import io
 import time
 import zipfile
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 import pytest
+import soundfile
 
 from pipeline.datasets import beir
 from pipeline.search.results import Hit
@@ -275,15 +277,16 @@ def test_query_kinds(browser, page_url, corpus):
     """The page offers the kinds of queries that the representation supports."""
     browser.open(f"{page_url}?index=items")
     browser.wait("document.querySelector('#results h2')")
-    assert browser.texts("#results p")[0].startswith("Search by text. Open")
-    assert not browser.find("#image-button").is_displayed()
+    assert browser.texts("#results p")[0].startswith("Search by text or by speech. Open")
+    assert browser.find("#image-file").get_attribute("accept") == "audio/*,video/*"
     assert browser.find("#q").get_attribute("placeholder") == "Search by text"
     drop(browser, (corpus / "squares/green.png").read_bytes())
-    browser.wait("document.querySelector('#q-error').textContent.includes('text queries only')")
+    browser.wait("document.querySelector('#q-error').textContent.includes('does not support')")
     browser.choose("#index", "shapes")
-    browser.wait("!document.querySelector('#image-button').hidden")
+    browser.wait("document.querySelector('#image-file').accept.includes('image/png')")
     browser.wait("document.querySelector('#results h2')?.textContent.includes('shapes')")
-    assert browser.texts("#results p")[0].startswith("Search by text or by an image. Open")
+    ways = "Search by text, by an image, or by speech. Open"
+    assert browser.texts("#results p")[0].startswith(ways)
     assert "image" in browser.find("#q").get_attribute("placeholder")
 
 
@@ -315,6 +318,38 @@ def test_pasted_image_and_back_button(browser, page_url, corpus):
     browser.wait("document.querySelector('#query-part').hidden")
     browser.wait("document.querySelectorAll('li.hit[data-item]').length === 5")
     assert state_of(browser)["q"] == "blue"
+
+
+def test_spoken_query(browser, page_url):
+    browser.open(f"{page_url}?index=items")
+    browser.wait("document.querySelector('#results h2')")
+    samples, rate = soundfile.read("jobs/data/speech/jfk.flac", 3 * 44_100)
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="WAV")
+    drop(browser, file.getvalue(), "question.wav", "audio/wav")
+    browser.wait("document.querySelector('li.hit[data-item]')", seconds=60)
+    assert browser.texts("#query-part .query-item") == ["audio"]
+    assert "recognised in the query: " in browser.find("#banner").text
+    browser.find("#query-part button").click()
+    browser.wait("document.querySelector('#query-part').hidden")
+    assert browser.errors() == []
+
+
+def test_recorded_query(browser, page_url):
+    """The microphone of the tests beeps, in which a recogniser may find a word or none."""
+    browser.open(f"{page_url}?index=items")
+    browser.wait("document.querySelector('#results h2')")
+    browser.find("#record-button").click()
+    browser.wait("document.querySelector('#record-button').ariaPressed === 'true'")
+    time.sleep(1.5)
+    browser.find("#record-button").click()
+    browser.wait(
+        "document.querySelector('li.hit[data-item]') || "
+        "document.querySelector('#q-error').textContent.includes('audio with speech')",
+        seconds=60,
+    )
+    assert browser.find("#record-button").get_attribute("aria-pressed") == "false"
+    assert browser.texts("#query-part .query-item") == ["audio"]
 
 
 def test_rejects_files_that_are_no_images(browser, page_url):
@@ -455,7 +490,7 @@ def test_a_federation(browser, page_url, client):
 def test_a_federation_without_some_members(browser, page_url, corpus):
     """An image is a query that only one of the encoders supports."""
     browser.open(page_url + "?index=all")
-    browser.wait("!document.querySelector('#image-button').hidden")
+    browser.wait("document.querySelector('#image-file').accept.includes('image/png')")
     drop(browser, (corpus / "squares/blue.png").read_bytes())
     browser.wait("document.querySelectorAll('li.hit[data-item]').length")
     assert browser.hits()[0] == "blue.png"

@@ -460,7 +460,7 @@ def _row_result(inputs: _Inputs, row: Row, entry: Measurements, exact: Measureme
         first_stage = f"{row.representation}.maxsim" if maxsim in inputs.plan else ""
         result = replace(result, fusion=dump(spec.fusion), first_stage=first_stage)
     if row.rerank is not None:
-        result = _reranked(result, row.rerank, inputs.ranker.rerankers(row.rerank), entry)
+        result = reranked_result(result, row.rerank, inputs.ranker.rerankers(row.rerank), entry)
     if row.candidates is not None:
         result = _from_candidates(result, row.candidates, entry, exact, spec.k)
     return result
@@ -490,9 +490,10 @@ def _result(searcher: Searcher, row: Row, entry: Measurements) -> Result:
     )
 
 
-def _reranked(
+def reranked_result(
     result: Result, row: RerankRow, rerankers: Sequence[Reranker[Any]], entry: Measurements
 ) -> Result:
+    """Returns the row of rerankers, given a row with its measurements and the first stage."""
     known = [r.num_parameters for r in rerankers if r.num_parameters is not None]
     settings = {
         "rerankers": [dump(reranker.spec) for reranker in rerankers],

@@ -31,13 +31,12 @@ from pipeline.index.listing import chunks
 from pipeline.index.reader import IndexReader
 from pipeline.search.previews import Previews
 from pipeline.search.rerankers import (
-    NO_IMAGE,
-    NO_TEXT,
     OPTIONS,
     Reranker,
     RerankerSpec,
     Source,
 )
+from pipeline.search.rerankers.contents import NO_IMAGE, NO_TEXT
 from pipeline.search.results import RerankScore
 
 #: Fields that do not affect the score of a pair.

@@ -257,8 +257,14 @@ class FederationSearch:
                 for query, item_ids in enumerate(by_query)
                 if item_ids
             )
+        problems = [record.problem for found in scores for record in found.values()]
+        problem = next(filter(None, problems), "")
+        try:
+            await asyncio.to_thread(hits.check_content, scores, stage.name, problem)
+        except SpecError as error:
+            raise from_spec_error(error) from None
         return [
-            reorder("has nothing that it reads", ranking, found, spec, k)
+            reorder("is in no index with the reranker", ranking, found, spec, k)
             for ranking, found in zip(rankings, scores, strict=True)
         ]
 

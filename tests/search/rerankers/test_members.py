@@ -61,14 +61,12 @@ def members(index_uri, tmp_path_factory) -> dict[str, dict]:
     }
 
 
-def literal(federation, query, k, rerankers):
+def literal(members, query, hits, k, rerankers):
     """Returns (item id, score, reranker's score) of the k best hits, with plain loops."""
     texts = {}
-    for name, member in federation["members"].items():
+    for name, member in members.items():
         table = lance.dataset(f"{member['index']}/{ITEMS}").to_table(["item_id", "text"])
         texts[name] = {row["item_id"]: row["text"] for row in table.to_pylist()}
-    depth = max([k, *(one.spec.top for one in rerankers)])
-    hits = FederatedSearcher(federation, cache=False).search(query, k=depth)
     rows = []
     for hit in hits:
         joined = {member.member: member.item_id for member in hit.members}
@@ -100,18 +98,17 @@ def literal(federation, query, k, rerankers):
     ],
 )
 def test_equals_a_literal_implementation(members, join, rerankers):
-    federation = {"members": members, "join": join}
-    searcher = FederatedSearcher(federation, cache=False)
+    searcher = FederatedSearcher({"members": members, "join": join}, cache=False)
     results = searcher.search(QUERIES, k=4, rerank=rerankers)
-    for query, hits in zip(QUERIES, results, strict=True):
+    before = searcher.search(QUERIES, k=20)
+    for query, hits, first in zip(QUERIES, results, before, strict=True):
         found = [(hit.item_id, hit.score, hit.rerank.score) for hit in hits]
-        assert found == literal(federation, query, 4, rerankers)
+        assert found == literal(members, query, first, 4, rerankers)
         assert [hit.rank for hit in hits] == [1, 2, 3, 4]
-        first = searcher.search(query, k=20)
         for hit in hits:
-            before = first[hit.first_stage.rank - 1]
-            assert (before.item_id, before.score) == (hit.item_id, hit.first_stage.score)
-            assert (before.members, before.matches) == (hit.members, hit.matches)
+            one = first[hit.first_stage.rank - 1]
+            assert (one.item_id, one.score) == (hit.item_id, hit.first_stage.score)
+            assert (one.members, one.matches) == (hit.members, hit.matches)
     options = parse(SearchOptions, {"k": 4})
     joined = searcher.rank_with(QUERIES, options, rerankers=rerankers).joined
     assert [list(searcher.scores(hits).values()) for hits in joined] == [[4.0, 3.0, 2.0, 1.0]] * 3

@@ -32,6 +32,7 @@ from pipeline.eval.grounding import (
 )
 from pipeline.eval.level import judged_level
 from pipeline.eval.metrics import write_run
+from pipeline.eval.moments import RELEVANT_IOU
 from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
     BM25,
@@ -146,6 +147,7 @@ def _load(spec: EvaluateSpec, benchmark: Benchmark) -> _Inputs:
         problem = f"needs texts, which the benchmark {spec.benchmark.name} does not contain"
         raise SpecError("rerank", spec.rerank[0].row, "absent", problem)
     searcher = open_index(spec.index)
+    judged = judged.located([searcher.index], spec.filter)
     num_items = _count(searcher.index, spec.filter)
     level = judged_level(searcher.index, judged, spec.judged, spec.filter)
     spec = spec.model_copy(update={"judged": level})
@@ -237,7 +239,15 @@ class _Evaluator:
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
         write_run(run_file, entry.rankings, result.name)
         seconds = len(entry.rankings) / entry.queries_per_second
-        official = BenchmarkRow(result.name, result.encoder, entry.rankings, spec.k, seconds)
+        moments = inputs.judged.moments
+        official = BenchmarkRow(
+            result.name,
+            result.encoder,
+            entry.rankings,
+            spec.k,
+            seconds,
+            moments.spans if moments else {},
+        )
         inputs.benchmark.write_result(spec.output, official)
         return result, speed
 
@@ -578,14 +588,18 @@ def _benchmark_notes(
         for document, grade in grades.items()
         if grade > 0
     }
-    if not relevant:
+    if judged.moments is not None:
+        yield from judged.moments.notes()
+    elif not relevant:
         rule = "a benchmark with a grade above 0 for at least one query"
         raise SpecError("benchmark", spec.benchmark.name, rule, "has no relevant document")
     if judged.pools is not None:
         sizes = [len(pool) for pool in judged.pools.values()]
         yield f"each query ranks a candidate pool of {_range(sizes)} documents"
     num_without = sum(max(grades.values(), default=0) <= 0 for grades in judged.qrels.values())
-    if num_without:
+    if num_without and judged.moments is not None:
+        yield f"{num_without} queries have no item with an IoU of at least {RELEVANT_IOU}"
+    elif num_without:
         yield f"{num_without} queries have no relevant document and score 0 in every row"
     pooled = {document for pool in (judged.pools or {}).values() for document in pool}
     indexed = set()

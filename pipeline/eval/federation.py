@@ -72,7 +72,8 @@ def run(spec: EvaluateSpec, report: Callable[[str], None]) -> Evaluation:
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
         write_run(run_file, entry.rankings, result.name)
         seconds = len(entry.rankings) / entry.queries_per_second
-        official = BenchmarkRow(result.name, FEDERATED, entry.rankings, spec.k, seconds)
+        spans = judged.moments.spans if judged.moments else {}
+        official = BenchmarkRow(result.name, FEDERATED, entry.rankings, spec.k, seconds, spans)
         benchmark.write_result(spec.output, official)
         report(f"{result.name}  {headline} {result.means[headline]:.4f}")
         results.append(result)
@@ -133,7 +134,8 @@ def _open(
             if name not in (*names, FEDERATION, *rows):
                 raise SpecError.unknown_name("comparisons", name, [*names, FEDERATION, *rows])
     benchmark = BENCHMARKS.build(spec.benchmark)
-    judged = benchmark.load()
+    indexes = [opened.index for opened in searcher.searchers.values()]
+    judged = benchmark.load().located(indexes, spec.filter)
     spec = with_main_measure(spec, judged)
     level = judged_level(searcher.searchers[names[0]].index, judged, spec.judged, None)
     spec = spec.model_copy(update={"comparisons": comparisons, "judged": level})
@@ -157,7 +159,7 @@ def fit_weights(spec: EvaluateSpec) -> FusionFit:
         for query_id, best in zip(judged.queries, joined, strict=True):
             scores = searcher.scores(best, spec.judged)
             run[query_id] = judged.remove_queries(query_id, scores, spec.k)
-        values = per_query(run, judged.qrels, [measure])
+        values = per_query(run, judged.qrels, [measure], judged.moments)
         return [values[query_id][measure] for query_id in judged.queries]
 
     names = list(searcher.searchers)

@@ -243,7 +243,9 @@ class Ranker:
         }
         return Measurements(
             rankings=rankings,
-            values=per_query(rankings, self._judged.qrels, self._spec.measures),
+            values=per_query(
+                rankings, self._judged.qrels, self._spec.measures, self._judged.moments
+            ),
             **costs,
             rerank_usage=usage,
             queries_per_second=len(all_queries) / seconds,

@@ -233,8 +233,11 @@ class FederationSearch:
         from pipeline.search.rerankers.members import add_scores
 
         members = {name: self._served.members[name] for name in names}
-        specs = {name: served.spec.rerankers.get(stage.name) for name, served in members.items()}
-        specs = {name: spec for name, spec in specs.items() if spec is not None}
+        specs = {
+            name: served.spec.rerankers[stage.name]
+            for name, served in members.items()
+            if stage.name in served.spec.rerankers
+        }
         if not specs:  # all members that have it were left out
             raise ApiError("unavailable", f"no member has the reranker {stage.name}")
         spec = next(iter(specs.values()))

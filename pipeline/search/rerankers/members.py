@@ -95,8 +95,8 @@ class MemberHits:
             [
                 self._hits[candidate]._replace(
                     score=ranking.scores[i],
-                    first_stage=ranking.first_stage and ranking.first_stage[i],
-                    rerank=ranking.rerank and ranking.rerank[i],
+                    first_stage=ranking.first_stage[i] if ranking.first_stage else None,
+                    rerank=ranking.rerank[i] if ranking.rerank else None,
                 )
                 for i, candidate in enumerate(ranking.item_ids)
             ]

@@ -19,6 +19,8 @@ from pipeline.eval.moments import Moments, Range
 from pipeline.eval.topics import parse_row, read_lines
 from pipeline.runtime.atomic import write_atomic
 
+#: Prediction of a query whose video is not in the index. The official evaluation requires one.
+NO_WINDOW = [0.0, 0.0, 0.0]
 #: Official metrics.
 MEASURES = ("mAP", "mAP@0.5", "mAP@0.75", "R1@0.5", "R1@0.7")
 #: Ranges of the durations of moments (above, up to), in seconds.
@@ -116,7 +118,7 @@ class Queries(CollectionQueries["Queries.Spec"]):
         for query_id, scores in row.rankings.items():
             query = self._queries[query_id]
             spans = [(row.spans[item_id], score) for item_id, score in scores.items()]
-            windows = [[span.start, span.end, score] for span, score in spans]
+            windows = [[span.start, span.end, score] for span, score in spans] or [NO_WINDOW]
             fields = {"qid": query.id, "query": query.text, "vid": query.video}
             lines.append(json.dumps({**fields, "pred_relevant_windows": windows}) + "\n")
         write_atomic(f"{name}.jsonl", "".join(lines))

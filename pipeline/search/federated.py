@@ -186,6 +186,12 @@ class FederatedSearcher:
         if encode is None:  # such a mistake is none of a member
             check_texts([query for query in queries if isinstance(query, str)])
         failures = dict(self._missing) if failures is None else failures
+        opened = {n: one.index for n, one in self.searchers.items() if n not in failures}
+        readable: Sequence[str | bytes] = ()
+        if rerankers:  # before anything is encoded
+            from pipeline.search.rerankers.members import MemberError, check_rerankers
+
+            readable = check_rerankers(rerankers, opened, queries)
         encoded: dict[str, EncodedQueries] = {}
         members: dict[str, MemberRankings] = {}
         for name, searcher in self.searchers.items():
@@ -209,10 +215,8 @@ class FederatedSearcher:
         joined = self.spec.join_hits(found_by, options.k)
         if rerankers:
             sources = {name: self.searchers[name] for name in members}
-            from pipeline.search.rerankers.members import MemberError
-
             try:
-                joined = _rerank(rerankers, sources, queries, joined, k)
+                joined = _rerank(rerankers, sources, readable, joined, k)
             except MemberError as failed:
                 self._fail(failed.name, failed.error, failures)
                 options = options.model_copy(update={"k": k})
@@ -289,18 +293,17 @@ class FederatedSearcher:
 def _rerank(
     rerankers: Sequence[Reranker[Any]],
     searchers: Mapping[str, Searcher],
-    queries: Sequence[AnyQuery],
+    queries: Sequence[str | bytes],
     joined: list[list[Joined]],
     k: int,
 ) -> list[list[Joined]]:
     """Applies rerankers one after another and returns the k best hits of each query."""
     from pipeline.search.rerankers import rerank_in_turn
-    from pipeline.search.rerankers.members import MemberHits, check_rerankers
+    from pipeline.search.rerankers.members import MemberHits
 
     indexes = {name: searcher.index for name, searcher in searchers.items()}
-    readable = check_rerankers(rerankers, indexes, queries)
     hits = MemberHits(indexes, joined, searchers)
-    return hits.reranked(rerank_in_turn(rerankers, hits, readable, hits.rankings(), k))
+    return hits.reranked(rerank_in_turn(rerankers, hits, queries, hits.rankings(), k))
 
 
 def _located(name: str, error: SpecError) -> SpecError:

@@ -57,7 +57,9 @@ def literal(predicted, moments):
 def windows(rng, number, most):
     """Random ranges, on a grid of 2 s so that IoUs are often equal to a threshold."""
     starts = rng.integers(0, 40, number)
-    return [(2.0 * s, 2.0 * (s + n)) for s, n in zip(starts, rng.integers(1, most, number))]
+    return [
+        (2.0 * s, 2.0 * (s + n)) for s, n in zip(starts, rng.integers(1, most, number), strict=True)
+    ]
 
 
 def test_equals_a_literal_implementation():

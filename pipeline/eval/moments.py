@@ -61,6 +61,17 @@ class MomentMeasure(NamedTuple):
     thresholds: tuple[float, ...]
     is_recall: bool
 
+    @property
+    def description(self) -> str:
+        """Description for reports."""
+        limits = dict.fromkeys((self.thresholds[0], self.thresholds[-1]))
+        iou = " to ".join(f"{limit:g}" for limit in limits)
+        if self.is_recall:
+            return f"1 if one of the first {self.depth} results has an IoU of {iou} with a moment"
+        return (
+            f"interpolated average precision of the first {self.depth} results by an IoU of {iou}"
+        )
+
     def value(self, spans: Sequence[Span], moments: Sequence[Span]) -> float:
         """Computes the metric of a query, whose ranked spans are given, best first."""
         ious = [[iou(span, moment) for moment in moments] for span in spans[: self.depth]]

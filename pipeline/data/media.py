@@ -149,6 +149,7 @@ class MediaSource(Source[MediaSpecT]):
     def __init__(self, spec: MediaSpecT, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
         self.payload = payload_schema(self.provides, wants)
+        self._scanned: tuple[str, list[Any]] = "", []
 
     @abstractmethod
     def list_items(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
@@ -215,6 +216,7 @@ class MediaSource(Source[MediaSpecT]):
 
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
         """Yields the items of each file. A file that cannot be read is one reject."""
+        self._scanned = "", []
         for file in self.list_files(shard):
             yield from self._scan_file(file) if isinstance(file, MediaFile) else (file,)
 
@@ -277,8 +279,23 @@ class MediaSource(Source[MediaSpecT]):
         return fs, f"{folder}/{file.path}"
 
     def _revision(self, file: MediaFile, path: str | None) -> str:
-        settings = [self.settings(), file.sidecars, file.annotation]
+        settings = [self._settings, file.sidecars, file.annotation]
+        if self.spec.revision == "stat":
+            if self._scanned[0] != file.path:  # one request for all members of an archive
+                self._scanned = file.path, self._stat(file)
+            return make_revision(settings, [*self._scanned[1], file.offset, file.row])
         return make_revision(settings, self._content(file, path))
+
+    @functools.cached_property
+    def _settings(self) -> dict[str, Any]:
+        return self.settings()
+
+    def _stat(self, file: MediaFile) -> list[Any]:
+        """Returns the size and the date or ETag of a file or of the archive that contains it."""
+        fs, path = self.resolve_path(file)
+        info = fs.info(path)
+        date = next((info[k] for k in ("ETag", "mtime", "LastModified") if k in info), "")
+        return [info["size"], str(date)]
 
     def read_content_hash(self, item: dict[str, Any]) -> str:
         """Returns the current content hash of an item's file, or a hash of its size and date."""
@@ -306,11 +323,8 @@ class MediaSource(Source[MediaSpecT]):
         yield io.BytesIO(data), 0, len(data)
 
     def _content(self, file: MediaFile, path: str | None) -> Any:
-        fs, path_in_fs = self.resolve_path(file)
         if self.spec.revision == "stat":
-            info = fs.info(path_in_fs)
-            date = next((info[k] for k in ("ETag", "mtime", "LastModified") if k in info), "")
-            return [info["size"], str(date), file.offset, file.row]
+            return [*self._stat(file), file.offset, file.row]
         with open(path, "rb") if path else self._open(file) as stream:
             content = hashlib.blake2b()
             while data := stream.read(1 << 20):

@@ -186,7 +186,7 @@ def list_shard(job: ListingJob, shard: int, description: dict[str, Any]) -> Shar
     _write_table(job.file("listed", shard), table)
     if source.stores_listing:
         with open_file(job.file("items", shard), "w") as file:
-            json.dump(listed_items, file, default=str)
+            file.write(json.dumps(listed_items, default=str))  # much faster than `json.dump`
     rejects = job.rejects_table([reject for _, reject in unlisted])
     hashes = [id_hash(reject.item_id) for _, reject in unlisted]
     for name, values, type in (

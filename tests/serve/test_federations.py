@@ -187,11 +187,13 @@ def test_reranked_hits_equal_in_process_search(client, uris, texts, join):
     stages = [{"name": "texts"}, {"name": "texts", "top": 2, "add_first_stage": True}]
     rerank = [texts, {**texts, "top": 2, "add_first_stage": True}]
     options = {"index": "both", "join": join, "explain": "matches", "k": 3}
-    responses = client.search_batch(QUERIES, rerank=stages, **options)
-    for query, hits in zip(QUERIES, responses.results, strict=True):
+    for query in QUERIES:
+        response = client.search(query, rerank=stages, **options)
         expected = in_process(uris, query, {"join": join}, rerank=rerank, k=3)
-        assert hits == expected and hits[0].rerank.score is not None
-    assert responses.reranked and not responses.warnings and "texts" in responses.durations_ms
+        assert response.hits == expected and expected[0].rerank.score is not None
+        assert response.reranked and not response.warnings and response.durations_ms["texts"] > 0
+    batch = client.search_batch(QUERIES, rerank=stages, **options).results
+    assert [hit.item_id for hit in batch[-1]] == [hit.item_id for hit in expected]
 
 
 def test_a_reranker_that_fails(client, server, uris, monkeypatch):

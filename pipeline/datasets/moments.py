@@ -128,10 +128,16 @@ class Queries(CollectionQueries["Queries.Spec"]):
 def _ranges(value: Any, line: str, note: str) -> list[Range] | None:
     if value is None:
         return None
-    rows = value if isinstance(value, list) else [None]
-    for row in rows:
+    problem = SpecError("path", line[:80], RULE, "has invalid relevant_windows", note)
+    if not isinstance(value, list):
+        raise problem
+    ranges: list[Range] = []
+    for row in value:
         is_pair = isinstance(row, list) and len(row) == 2
-        is_pair = is_pair and all(type(x) in (int, float) and math.isfinite(x) for x in row)
-        if not is_pair or not 0 <= row[0] < row[1]:
-            raise SpecError("path", line[:80], RULE, "has invalid relevant_windows", note)
-    return [(float(start), float(end)) for start, end in rows]
+        if not is_pair or not all(type(x) in (int, float) and math.isfinite(x) for x in row):
+            raise problem
+        start, end = row
+        if not 0 <= start < end:
+            raise problem
+        ranges.append((float(start), float(end)))
+    return ranges

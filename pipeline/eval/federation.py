@@ -209,7 +209,7 @@ class _Evaluator:
         self.judgments = self._first.judgments
 
     def rerankers(self, row: RerankRow) -> list[Reranker[Any]]:
-        """Returns the rerankers of a row, each of which must support a member."""
+        """Returns the rerankers of a row. Each must support a member."""
         from pipeline.search.rerankers.members import check_rerankers
 
         indexes = {name: opened.index for name, opened in self._searcher.searchers.items()}

@@ -158,8 +158,9 @@ class Moments:
             for batch in index.batches(["item_id", "parent_id", "span"], filter=filter):
                 spans |= _spans(batch.to_pylist(), wanted)
         if not spans:
-            rule = "an index with time ranges of the videos of the benchmark"
-            raise SpecError("index", sorted(wanted)[0], rule, "has none")
+            value = f"{len(wanted)} videos such as {min(wanted)}"
+            rule = "videos of which the index has time ranges"
+            raise SpecError("benchmark", value, rule, "are not in it")
         return replace(self, spans=spans)
 
     def pools(self) -> dict[str, tuple[str, ...]]:

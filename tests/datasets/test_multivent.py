@@ -377,6 +377,10 @@ class CountedFiles(MemoryFileSystem):
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
 
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("counted://", "memory://"))
+
     def _open(self, path, mode="rb", **options):
         file = super()._open(path, mode, **options)
         return CountedFile(file.getvalue()) if mode == "rb" else file

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,12 +18,10 @@ from pipeline.config import SpecError
 from pipeline.index.reader import IndexReader
 from pipeline.search.federation import Joined
 from pipeline.search.query import AnyQueries, readable_queries
+from pipeline.search.rerankers import Reranker, Source, Sources
 from pipeline.search.rerankers.contents import has_content
 from pipeline.search.results import RerankScore
 from pipeline.search.score import Ranking
-
-if TYPE_CHECKING:
-    from pipeline.search.rerankers import Reranker, Source
 
 #: Scores of candidates, per query.
 Scores = list[dict[str, RerankScore]]
@@ -55,7 +53,7 @@ def _reading(name: str) -> Iterator[None]:
         raise MemberError(name, error) from None
 
 
-class MemberHits:
+class MemberHits(Sources):
     """Joined hits of queries as candidates, whose ids are unique among all queries.
 
     Args:

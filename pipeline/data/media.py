@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, ClassVar, Literal, Protocol, TypeVar
@@ -140,6 +140,11 @@ class MediaSource(Source[MediaSpecT]):
     def measures_files(self) -> bool:
         """True if listing opens the files, see `measure_file`."""
         return False
+
+    @property
+    def reads_files(self) -> bool:
+        """True if items are decoded from the files, and not only from the listing."""
+        return True
 
     @property
     def copies_files(self) -> bool:
@@ -418,7 +423,8 @@ class MediaSource(Source[MediaSpecT]):
             file = MediaFile(**file_items[0].handle)
             num_done = 0
             try:
-                with self.local_path(file) as path:
+                opened = self.local_path(file) if self.reads_files else nullcontext("")
+                with opened as path:
                     results = self.decode_file(file, path, file_items)
                     for item, result in zip(file_items, results, strict=True):
                         is_bad = isinstance(result, Unreadable)

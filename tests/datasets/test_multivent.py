@@ -402,3 +402,7 @@ def test_frames_and_audio_are_read_once_from_storage(tmp_path, window_seconds):
     items = list(source.decode(shard, listed))
     assert all(item.payload["frames"] and item.payload["audio"] for item in items)
     assert CountedFile.num_bytes == 2 * len(video) + len(m4a)
+    # The encoder reads the text, which the listing contains.
+    CountedFile.num_bytes = 0
+    rejects = list(build("multivent", ("text",), **fields).decode(shard, listed))
+    assert {reject.reason for reject in rejects} == {"empty text"} and not CountedFile.num_bytes

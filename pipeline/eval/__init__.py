@@ -71,6 +71,11 @@ class JudgedQueries:
         """True if the queries have texts."""
         return any(self.queries.values())
 
+    @property
+    def spans(self) -> Mapping[str, Span]:
+        """Time ranges of the items by id, for queries with moments."""
+        return {} if self.moments is None else self.moments.spans
+
     def inputs(self, query_ids: Iterable[str]) -> Iterator[str | bytes | Composed]:
         """Yields the inputs of the query encoder for some of the queries. Images are read."""
         for query_id in query_ids:

@@ -32,7 +32,6 @@ from pipeline.eval.grounding import (
 )
 from pipeline.eval.level import judged_level
 from pipeline.eval.metrics import write_run
-from pipeline.eval.moments import RELEVANT_IOU
 from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
     BM25,
@@ -239,15 +238,8 @@ class _Evaluator:
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
         write_run(run_file, entry.rankings, result.name)
         seconds = len(entry.rankings) / entry.queries_per_second
-        moments = inputs.judged.moments
-        official = BenchmarkRow(
-            result.name,
-            result.encoder,
-            entry.rankings,
-            spec.k,
-            seconds,
-            moments.spans if moments else {},
-        )
+        row_fields = entry.rankings, spec.k, seconds, inputs.judged.spans
+        official = BenchmarkRow(result.name, result.encoder, *row_fields)
         inputs.benchmark.write_result(spec.output, official)
         return result, speed
 
@@ -597,9 +589,7 @@ def _benchmark_notes(
         sizes = [len(pool) for pool in judged.pools.values()]
         yield f"each query ranks a candidate pool of {_range(sizes)} documents"
     num_without = sum(max(grades.values(), default=0) <= 0 for grades in judged.qrels.values())
-    if num_without and judged.moments is not None:
-        yield f"{num_without} queries have no item with an IoU of at least {RELEVANT_IOU}"
-    elif num_without:
+    if num_without and judged.moments is None:
         yield f"{num_without} queries have no relevant document and score 0 in every row"
     pooled = {document for pool in (judged.pools or {}).values() for document in pool}
     indexed = set()

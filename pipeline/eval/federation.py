@@ -72,8 +72,8 @@ def run(spec: EvaluateSpec, report: Callable[[str], None]) -> Evaluation:
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
         write_run(run_file, entry.rankings, result.name)
         seconds = len(entry.rankings) / entry.queries_per_second
-        spans = judged.moments.spans if judged.moments else {}
-        official = BenchmarkRow(result.name, FEDERATED, entry.rankings, spec.k, seconds, spans)
+        row_fields = entry.rankings, spec.k, seconds, judged.spans
+        official = BenchmarkRow(result.name, FEDERATED, *row_fields)
         benchmark.write_result(spec.output, official)
         report(f"{result.name}  {headline} {result.means[headline]:.4f}")
         results.append(result)

@@ -187,6 +187,8 @@ class Moments:
         videos = set(self.videos.values())
         if missing := len(videos - counts.keys()):
             yield f"{missing} of {len(videos)} videos are not in the index"
+        if number := sum(not grades for grades in self.qrels().values()):
+            yield f"{number} queries have no item with an IoU of at least {RELEVANT_IOU}"
         if not any(self.ranges.values()):
             yield "the moments are not known, so that all metrics are 0"
 

@@ -137,9 +137,14 @@ class FederationSearch:
         except Exception as error:
             log.error("member failed", exc_info=error, extra={"event": "member_failed"})
             failure = ApiError("internal", "internal server error")
-        self._failures[name] = failure
-        self._engine.degraded(title, failure.message, self._served.name)
+        self._fail(name, failure)
         return None
+
+    def _fail(self, name: str, failure: ApiError) -> None:
+        """Records the failure of a member."""
+        self._failures[name] = failure
+        title = f"{self._served.name}.{name}"
+        self._engine.degraded(title, failure.message, self._served.name)
 
     async def _rank(self, name: str) -> _Ranked:
         served = self._served.members[name]
@@ -208,7 +213,7 @@ class FederationSearch:
                     rankings = await self._apply(stage, hits, names, queries, rankings, k)
                 self._is_reranked = True
             except MemberError as failed:
-                self._failures[failed.name] = from_spec_error(failed.error)
+                self._fail(failed.name, from_spec_error(failed.error))
                 self._check_failures()
                 return None
             except ApiError as error:

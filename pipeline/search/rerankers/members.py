@@ -141,8 +141,8 @@ class MemberHits(Sources):
                 hit = self._hits[candidate]
                 item_id = hit.found[name].item_id if name in hit.found else hit.shown.item_id
                 if name in hit.found or item_id in known:
-                    place = name, item_id
-                    read.insert(0, place) if name == hit.shown.member else read.append(place)
+                    position = 0 if name == hit.shown.member else len(read)
+                    read.insert(position, (name, item_id))
         return places
 
     def score(

@@ -28,6 +28,7 @@ from pipeline.serve.engine import Engine
 from pipeline.serve.gateway import Gateway
 from pipeline.serve.local import run_locally
 from pipeline.serve.metrics import Metrics
+from pipeline.serve.responses import hit_truncation_warnings
 from pipeline.serve.settings import ServeSpec
 from tests.serve.conftest import free_port, write_keys
 
@@ -195,7 +196,8 @@ def test_reranked_hits_equal_in_process_search(client, uris, texts, join):
             assert scores == pytest.approx((other.score, other.rerank.score), abs=1e-5)
             changes = {"score": hit.score, "rerank": hit.rerank}
             assert hit == other.model_copy(update=changes)
-        assert response.reranked and not response.warnings and response.durations_ms["texts"] > 0
+        assert response.reranked and response.durations_ms["texts"] > 0
+        assert response.warnings == hit_truncation_warnings([query], [expected])
     batch = client.search_batch(QUERIES, rerank=stages, **options).results
     assert [hit.item_id for hit in batch[-1]] == [hit.item_id for hit in expected]
 
@@ -408,3 +410,6 @@ def test_a_member_whose_dataset_is_deleted(client, uris):
     reason = "the server cannot currently read the index"
     assert response.degraded and response.warnings == [f"member three is left out: {reason}"]
     assert response.hits and all(hit.members[0].member == "one" for hit in response.hits)
+    reranked = client.search(query, index="deleted", rerank={"name": "texts"})
+    assert reranked.reranked and reranked.degraded and reranked.warnings[0] == response.warnings[0]
+    assert {hit.item_id for hit in reranked.hits} == {hit.item_id for hit in response.hits}

@@ -103,7 +103,7 @@ def test_many_ranges_share_tasks(tmp_path, monkeypatch):
     pool = Resources(num_cpus=0.01, max_actors=1)
     ranges = [UnitRange(shard) for shard in range(5)]
     units = unit_dataset(partial(named_units, str(tmp_path)), ranges, pool)
-    names = [row["name"] for row in units.take_all()]
+    names = [row["unit"] for row in units.take_all()]
     assert sorted(names) == sorted(f"{shard}-{n}" for shard in range(5) for n in range(2))
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["0 1 2 ", "3 4 "]
 

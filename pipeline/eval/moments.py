@@ -159,7 +159,7 @@ class Moments:
                 spans |= _spans(batch.to_pylist(), wanted)
         if not spans:
             value = f"{len(wanted)} videos such as {min(wanted)}"
-            rule = "videos of which the index has time ranges"
+            rule = "videos whose time ranges the index has"
             raise SpecError("benchmark", value, rule, "are not in it")
         return replace(self, spans=spans)
 

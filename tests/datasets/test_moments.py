@@ -123,7 +123,9 @@ def test_judgments_are_the_items_that_overlap(indexed, folder):
         f"{VIDEOS[1]}.mp4#t={window}" for window in ("0,4", "6,10", "8,12")
     ]
     assert (judged.qrels["3"], judged.pools["3"], len(judged.pools["2579"])) == ({}, (), 5)
-    with pytest.raises(SpecError, match="^benchmark must be videos of which the index has time ra"):
+    with pytest.raises(
+        SpecError, match="^benchmark must be videos whose time ranges the index has"
+    ):
         queries.located([IndexReader(indexed)], "parent_id = 'x'")
 
 

@@ -131,10 +131,11 @@ def _sheets(arguments: Sequence[str]) -> None:
         if query_id not in rows[0].values:
             raise SpecError("--queries", query_id, "the id of a judged query")
     judged = BENCHMARKS.build(BENCHMARKS.resolve(evaluation.spec["benchmark"])).load()
+    searcher = open_index(evaluation.spec["index"])
+    judged = judged.located([searcher.index], None)
     runs = [
         read_run(posixpath.join(args.evaluation, "runs", f"{result.name}.trec")) for result in rows
     ]
-    searcher = open_index(evaluation.spec["index"])
     for query_id, query in zip(queries, judged.inputs(queries), strict=True):
         hits = [
             (result, best_hits(run, query_id, args.k))

@@ -105,10 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parse(arguments)
     options, queries = _options(args), _queries.read(args)
     _check_outputs(args)
-    if jobs.is_spec(args.index):
-        _search_federation(queries, options, args)
-        return
     rerankers = _rerankers(args)
+    if jobs.is_spec(args.index):
+        _search_federation(queries, options, rerankers, args)
+        return
     with _open(args) as searcher:
         _hint(searcher, options)
         given = options
@@ -140,7 +140,7 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
         )
     if jobs.is_spec(args.index):
         check_exists(args.index, "index")
-        others = ("version", "rerank", "actors", "save_maps", "save_sheet", "documents")
+        others = ("version", "actors", "save_maps", "save_sheet", "documents")
         for option in (*others, "negative"):
             if getattr(args, option):
                 name = "not" if option == "negative" else option.replace("_", "-")
@@ -261,11 +261,7 @@ def _search(
                     "the marked words are some of those that a matching vector represents",
                     file=sys.stderr,
                 )
-            if num_tokens := max(
-                (hit.rerank.num_truncated_tokens for hit in hits if hit.rerank), default=0
-            ):
-                text = "the query" if isinstance(query, str) else "the text of a hit"
-                print(f"the reranker truncated {text} by {num_tokens:,} tokens")
+            _print_truncated(query, hits, args)
             if args.save_maps:
                 pairs = (option.rpartition("=") for option in args.documents)
                 documents = {name: folder for name, _, folder in pairs}
@@ -293,8 +289,18 @@ def _print_hits(
     print(format_hits(hits, BOLD_UNDERLINED if sys.stdout.isatty() else BRACKETS))
 
 
+def _print_truncated(query: AnyQuery, hits: Sequence[Hit], args: Namespace) -> None:
+    num_tokens = max((hit.rerank.num_truncated_tokens for hit in hits if hit.rerank), default=0)
+    if num_tokens and not args.json:
+        text = "the query" if isinstance(query, str) else "the text of a hit"
+        print(f"the reranker truncated {text} by {num_tokens:,} tokens")
+
+
 def _search_federation(
-    queries: Mapping[str, AnyQuery], options: SearchOptions, args: Namespace
+    queries: Mapping[str, AnyQuery],
+    options: SearchOptions,
+    rerankers: Sequence[Reranker[Any]],
+    args: Namespace,
 ) -> None:
     """Searches the members of a federation and prints their joined hits, or writes a run."""
     from pipeline.eval.metrics import write_run
@@ -311,7 +317,7 @@ def _search_federation(
 
     def scores() -> Iterator[tuple[str, dict[str, float]]]:
         for batch in _runs.batches(queries):
-            rankings = searcher.rank_with([*batch.values()], options)
+            rankings = searcher.rank_with([*batch.values()], options, rerankers=rerankers)
             warn(rankings.warnings)
             for query_id, joined in zip(batch, rankings.joined, strict=True):
                 yield query_id, searcher.scores(joined)
@@ -321,10 +327,11 @@ def _search_federation(
         print(f"{len(queries):,} queries: {args.run}")
         return
     for batch in _runs.batches(queries):
-        found, sentences = searcher.search_with([*batch.values()], options)
+        found, sentences = searcher.search_with([*batch.values()], options, rerankers)
         warn(sentences)
         for (query_id, query), hits in zip(batch.items(), found, strict=True):
             _print_hits(query_id, query, hits, args, is_single=len(queries) == 1)
+            _print_truncated(query, hits, args)
 
 
 def _parser() -> jobs.Parser:

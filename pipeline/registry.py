@@ -314,6 +314,7 @@ BENCHMARKS: Registry[Benchmark] = Registry(
         "ir_datasets": "pipeline.datasets.ir_datasets:Queries",
         "karpathy": "pipeline.datasets.karpathy:Queries",
         "mmeb": "pipeline.datasets.mmeb:Queries",
+        "moments": "pipeline.datasets.moments:Queries",
         "msrvtt": "pipeline.datasets.msrvtt:Queries",
         "mteb": "pipeline.datasets.mteb:Queries",
         "multivent": "pipeline.datasets.multivent:Queries",

@@ -8,22 +8,22 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 53_140,
-    "lines of code outside unit tests": 70_030,
+    "lines of code in pipeline/ and jobs/": 53_500,
+    "lines of code outside unit tests": 70_400,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 8,
     "registries": 11,
-    "registry entries": 82,
+    "registry entries": 83,
     "verbs": 13,
     "flags of verbs": 123,
     "benches": 26,
     "spec fields": 857,
-    "HTTP fields": 236,
+    "HTTP fields": 234,
     "shipped specs": 29,
     "modules with one importer": 86,
-    "places that compose errors": 564,
-    "lines that compose errors": 596,
+    "places that compose errors": 569,
+    "lines that compose errors": 601,
     "lines of code of the longest file": 513,
     "lines of the longest function": 148,
 }

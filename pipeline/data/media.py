@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, ClassVar, Literal, Protocol, TypeVar
@@ -142,6 +142,11 @@ class MediaSource(Source[MediaSpecT]):
         return False
 
     @property
+    def reads_files(self) -> bool:
+        """True if items are decoded from the files, and not only from the listing."""
+        return True
+
+    @property
     def copies_files(self) -> bool:
         """True if the files are not on this machine."""
         return not isinstance(self._folder[0], LocalFileSystem)
@@ -149,6 +154,7 @@ class MediaSource(Source[MediaSpecT]):
     def __init__(self, spec: MediaSpecT, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
         self.payload = payload_schema(self.provides, wants)
+        self._scanned: tuple[str, list[Any]] = "", []
 
     @abstractmethod
     def list_items(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
@@ -215,6 +221,7 @@ class MediaSource(Source[MediaSpecT]):
 
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
         """Yields the items of each file. A file that cannot be read is one reject."""
+        self._scanned = "", []
         for file in self.list_files(shard):
             yield from self._scan_file(file) if isinstance(file, MediaFile) else (file,)
 
@@ -277,8 +284,23 @@ class MediaSource(Source[MediaSpecT]):
         return fs, f"{folder}/{file.path}"
 
     def _revision(self, file: MediaFile, path: str | None) -> str:
-        settings = [self.settings(), file.sidecars, file.annotation]
+        settings = [self._settings, file.sidecars, file.annotation]
+        if self.spec.revision == "stat":
+            if self._scanned[0] != file.path:  # one request for all members of an archive
+                self._scanned = file.path, self._stat(file)
+            return make_revision(settings, [*self._scanned[1], file.offset, file.row])
         return make_revision(settings, self._content(file, path))
+
+    @functools.cached_property
+    def _settings(self) -> dict[str, Any]:
+        return self.settings()
+
+    def _stat(self, file: MediaFile) -> list[Any]:
+        """Returns the size and the date or ETag of a file or of the archive that contains it."""
+        fs, path = self.resolve_path(file)
+        info = fs.info(path)
+        date = next((info[k] for k in ("ETag", "mtime", "LastModified") if k in info), "")
+        return [info["size"], str(date)]
 
     def read_content_hash(self, item: dict[str, Any]) -> str:
         """Returns the current content hash of an item's file, or a hash of its size and date."""
@@ -306,11 +328,8 @@ class MediaSource(Source[MediaSpecT]):
         yield io.BytesIO(data), 0, len(data)
 
     def _content(self, file: MediaFile, path: str | None) -> Any:
-        fs, path_in_fs = self.resolve_path(file)
         if self.spec.revision == "stat":
-            info = fs.info(path_in_fs)
-            date = next((info[k] for k in ("ETag", "mtime", "LastModified") if k in info), "")
-            return [info["size"], str(date), file.offset, file.row]
+            return [*self._stat(file), file.offset, file.row]
         with open(path, "rb") if path else self._open(file) as stream:
             content = hashlib.blake2b()
             while data := stream.read(1 << 20):
@@ -404,7 +423,8 @@ class MediaSource(Source[MediaSpecT]):
             file = MediaFile(**file_items[0].handle)
             num_done = 0
             try:
-                with self.local_path(file) as path:
+                opened = self.local_path(file) if self.reads_files else nullcontext("")
+                with opened as path:
                     results = self.decode_file(file, path, file_items)
                     for item, result in zip(file_items, results, strict=True):
                         is_bad = isinstance(result, Unreadable)

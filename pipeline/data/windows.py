@@ -88,6 +88,11 @@ class WindowSource(MediaSource[WindowSpecT]):
         is_decoded = bool(self.payload.names)
         return is_decoded and not self.decodes_to_list and self.spec.revision == "content"
 
+    @property
+    def reads_files(self) -> bool:
+        """True if the encoder reads frames or audio."""
+        return bool({"frames", "audio"} & {*self.payload.names})
+
     def measure_file(self, path: str) -> dict[str, Any]:
         """Returns the properties of a file, such as its `duration`, if it can be read."""
         try:
@@ -137,7 +142,7 @@ class WindowSource(MediaSource[WindowSpecT]):
         self, file: MediaFile, path: str, items: Sequence[Item]
     ) -> Iterator[Item | Unreadable]:
         """Yields the requested windows with their payload and metadata."""
-        if not self.payload:  # the encoder reads neither frames nor audio
+        if not self.reads_files:
             yield from items
             return
         windows = [list(item.span[1:]) if item.span else [0.0, None] for item in items]

@@ -330,7 +330,7 @@ class Items(SelectedVideos):
         self, file: MediaFile, path: str, items: Sequence[Item]
     ) -> Iterator[Item | Unreadable]:
         """Yields the requested windows. Audio is read from the audio file, if it can be read."""
-        if not {"frames", "audio"} & set(self.payload.names):  # the encoder reads the text
+        if not self.reads_files:  # the encoder reads the text
             missing = Unreadable("empty text", f"no {' or '.join(self.spec.text)}")
             yield from (item if item.text else missing for item in items)
             return

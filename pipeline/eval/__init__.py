@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 import numpy as np
 
 from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
+from pipeline.eval.moments import Moments, Span
 from pipeline.schema import Composed
+
+if TYPE_CHECKING:
+    from pipeline.index.reader import IndexReader
 
 Box = Sequence[float]
 
@@ -46,6 +50,7 @@ class JudgedQueries:
         ignore_query_id: Whether the document with the id of a query is the query itself and is
             removed from its ranking. A document that is judged relevant is not removed.
         skip_first: Whether the first document of each ranking is removed. It is the query itself.
+        moments: Relevant time ranges, from which `located` derives judgments of items, or None.
     """
 
     queries: dict[str, str]
@@ -60,11 +65,17 @@ class JudgedQueries:
     measure: str | None = None
     ignore_query_id: bool = False
     skip_first: bool = False
+    moments: Moments | None = None
 
     @property
     def has_texts(self) -> bool:
         """True if the queries have texts."""
         return any(self.queries.values())
+
+    @property
+    def spans(self) -> Mapping[str, Span]:
+        """Time ranges of the items by id, for queries with moments."""
+        return {} if self.moments is None else self.moments.spans
 
     def inputs(self, query_ids: Iterable[str]) -> Iterator[str | bytes | Composed]:
         """Yields the inputs of the query encoder for some of the queries. Files are read."""
@@ -94,6 +105,19 @@ class JudgedQueries:
         others = [d for d in documents if not self.is_query(query_id, d)]
         return {d: scores[d] for d in others[:k]}
 
+    def located(self, indexes: Iterable[IndexReader], filter: str | None) -> JudgedQueries:
+        """Returns the queries with judgments of the items of indexes, if they have moments."""
+        if self.moments is None:
+            return self
+        moments = self.moments.locate(indexes, filter)
+        qrels, pools = moments.qrels(), moments.pools()
+        return replace(
+            self,
+            moments=moments,
+            qrels={query_id: qrels[query_id] for query_id in self.queries},
+            pools={q: pools[q] for q in self.queries} if moments.are_in_video else None,
+        )
+
     def options(self) -> dict[str, Any]:
         """Returns everything besides texts and judgments that affects rankings, for cache keys."""
         options: dict[str, Any] = {
@@ -101,6 +125,7 @@ class JudgedQueries:
             "instruction": self.instruction,
             "ignore_identical_ids": self.ignore_query_id,
             "skip_first_result": self.skip_first,
+            "moments": self.moments and self.moments.ranges,
         }
         for part, files in self.media.items():
             hashes = {q: hashlib.blake2b(data).hexdigest() for q, data in files.items()}
@@ -114,6 +139,7 @@ class BenchmarkRow:
 
     Attributes:
         rankings: Scores by document id, best first, by query id.
+        spans: Time ranges of the items by id, for queries with moments.
     """
 
     name: str
@@ -121,6 +147,7 @@ class BenchmarkRow:
     rankings: Mapping[str, Mapping[str, float]]
     k: int
     seconds: float
+    spans: Mapping[str, Span] = field(default_factory=dict)
 
 
 class Benchmark(ABC, Generic[ComponentSpecT]):

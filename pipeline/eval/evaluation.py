@@ -146,6 +146,7 @@ def _load(spec: EvaluateSpec, benchmark: Benchmark) -> _Inputs:
         problem = f"needs texts, which the benchmark {spec.benchmark.name} does not contain"
         raise SpecError("rerank", spec.rerank[0].row, "absent", problem)
     searcher = open_index(spec.index)
+    judged = judged.located([searcher.index], spec.filter)
     num_items = _count(searcher.index, spec.filter)
     level = judged_level(searcher.index, judged, spec.judged, spec.filter)
     spec = spec.model_copy(update={"judged": level})
@@ -237,7 +238,8 @@ class _Evaluator:
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
         write_run(run_file, entry.rankings, result.name)
         seconds = len(entry.rankings) / entry.queries_per_second
-        official = BenchmarkRow(result.name, result.encoder, entry.rankings, spec.k, seconds)
+        row_fields = entry.rankings, spec.k, seconds, inputs.judged.spans
+        official = BenchmarkRow(result.name, result.encoder, *row_fields)
         inputs.benchmark.write_result(spec.output, official)
         return result, speed
 
@@ -460,7 +462,7 @@ def _row_result(inputs: _Inputs, row: Row, entry: Measurements, exact: Measureme
         first_stage = f"{row.representation}.maxsim" if maxsim in inputs.plan else ""
         result = replace(result, fusion=dump(spec.fusion), first_stage=first_stage)
     if row.rerank is not None:
-        result = _reranked(result, row.rerank, inputs.ranker.rerankers(row.rerank), entry)
+        result = reranked_result(result, row.rerank, inputs.ranker.rerankers(row.rerank), entry)
     if row.candidates is not None:
         result = _from_candidates(result, row.candidates, entry, exact, spec.k)
     return result
@@ -490,9 +492,10 @@ def _result(searcher: Searcher, row: Row, entry: Measurements) -> Result:
     )
 
 
-def _reranked(
+def reranked_result(
     result: Result, row: RerankRow, rerankers: Sequence[Reranker[Any]], entry: Measurements
 ) -> Result:
+    """Returns the row of rerankers, given a row with its measurements and the first stage."""
     known = [r.num_parameters for r in rerankers if r.num_parameters is not None]
     settings = {
         "rerankers": [dump(reranker.spec) for reranker in rerankers],
@@ -577,14 +580,16 @@ def _benchmark_notes(
         for document, grade in grades.items()
         if grade > 0
     }
-    if not relevant:
+    if judged.moments is not None:
+        yield from judged.moments.notes()
+    elif not relevant:
         rule = "a benchmark with a grade above 0 for at least one query"
         raise SpecError("benchmark", spec.benchmark.name, rule, "has no relevant document")
     if judged.pools is not None:
         sizes = [len(pool) for pool in judged.pools.values()]
         yield f"each query ranks a candidate pool of {_range(sizes)} documents"
     num_without = sum(max(grades.values(), default=0) <= 0 for grades in judged.qrels.values())
-    if num_without:
+    if num_without and judged.moments is None:
         yield f"{num_without} queries have no relevant document and score 0 in every row"
     pooled = {document for pool in (judged.pools or {}).values() for document in pool}
     indexed = set()

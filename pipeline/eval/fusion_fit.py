@@ -101,6 +101,7 @@ class JudgedPools:
             rule = "a list of one representation for --fit-fusion"
             raise SpecError("representations", spec.representations, rule)
         searcher = open_index(spec.index)
+        judged = judged.located([searcher.index], spec.filter)
         info = searcher.representation(next(iter(spec.representations), None))
         level = judged_level(searcher.index, judged, spec.judged, spec.filter)
         spec = spec.model_copy(update={"judged": level})
@@ -129,7 +130,7 @@ class JudgedPools:
             is_grouped = options.group_by is not None
             scores = ranking.scores_by_parent() if is_grouped else ranking.scores_by_item()
             run[query_id] = self.judged.remove_queries(query_id, scores, self.k)
-        values = per_query(run, self.judged.qrels, [self.measure])
+        values = per_query(run, self.judged.qrels, [self.measure], self.judged.moments)
         return np.array([values[query_id][self.measure] for query_id in self.pools])
 
 

@@ -23,6 +23,10 @@ def judged_level(
     With `auto`, the level is the one at which the index contains the judged ids. Ids that an item
     shares with its parent, as is the case for undivided documents, are not taken into account.
     """
+    if judged.moments is not None:
+        if level == "parent":
+            raise SpecError("judged", level, "item or auto for a benchmark of moments")
+        return "item"
     named = {document for grades in judged.qrels.values() for document in grades}
     items: set[str] = set()
     parents: Counter[str] = Counter()

@@ -18,6 +18,7 @@ import numpy as np
 from ir_measures.providers import FallbackProvider
 
 from pipeline.config import SpecError
+from pipeline.eval.moments import Moments, moment_measure
 from pipeline.eval.topics import read_lines
 from pipeline.runtime.atomic import open_atomic
 
@@ -51,6 +52,12 @@ class _MedianRank(ir_measures.measures.Measure):
     NAME = __name__ = MDR
 
 
+class _MomentMeasure(ir_measures.measures.Measure):
+    """Metric of time ranges, see `pipeline.eval.moments`."""
+
+    NAME = __name__ = "moment"
+
+
 def parse_measure(name: str) -> ir_measures.Measure:
     """Returns the metric of a name.
 
@@ -59,6 +66,8 @@ def parse_measure(name: str) -> ir_measures.Measure:
     """
     if name == MDR:
         return _MedianRank()
+    if moment := moment_measure(name):
+        return _MomentMeasure(cutoff=moment.depth)
     rule = f"{MDR} or an ir-measures name such as {', '.join(DEFAULT_MEASURES)}"
     with contextlib.suppress(NameError, ValueError, TypeError, AssertionError):
         measure = ir_measures.parse_measure(name)
@@ -76,9 +85,14 @@ def _unfiltered(measure: ir_measures.Measure) -> ir_measures.Measure:
 
 
 def per_query(
-    run: Run, qrels: Mapping[str, Grades], measures: Sequence[str]
+    run: Run,
+    qrels: Mapping[str, Grades],
+    measures: Sequence[str],
+    moments: Moments | None = None,
 ) -> dict[str, dict[str, float]]:
     """Computes the metrics of each judged query as `{query id: {metric: value}}`.
+
+    `moments` has the relevant time ranges for metrics such as R1@0.5.
 
     The metrics of a judged query are 0 if the run does not contain it. In MdR, a relevant document
     that was not found has the rank after the last rank of the longest ranking. Queries without
@@ -94,6 +108,11 @@ def per_query(
     rankings = {query_id: ranking(run[query_id]) for query_id in qrels if run.get(query_id)}
     values = {query_id: dict.fromkeys(measures, 0.0) for query_id in qrels}
     for name in measures:
+        if moment := moment_measure(name):
+            assert moments is not None, f"{name} needs moments"
+            for query_id, order in rankings.items():
+                values[query_id][name] = moments.value(moment, query_id, order)
+            continue
         measure, orders = parse_measure(name), rankings
         if measure.params.get("judged_only"):
             judged = ((q, [d for d in order if d in graded[q]]) for q, order in rankings.items())

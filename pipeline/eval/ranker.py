@@ -46,6 +46,8 @@ AnyQueries = EncodedQueries | list[np.ndarray]
 Pool = tuple[str, ...] | None
 #: Returns the scores by document id, best first, of queries given by their numbers.
 RankInPool = Callable[[list[int], Pool], Sequence[dict[str, float]]]
+#: Checks that rerankers support queries and what they search.
+CheckRerankers = Callable[["Sequence[Reranker[Any]]", Any], object]
 #: Number of queries that are scored one at a time to measure latency.
 NUM_TIMED_QUERIES = 50
 
@@ -101,7 +103,7 @@ class Ranker:
             inputs["options"] = dump(self._options(row, representation=name))
             inputs["vectors"] = [self._vectors_hash, info.encoder.fingerprint, *stored]
         if row.rerank is not None:
-            inputs["rerank"] = self._rerank_key(row.rerank)
+            inputs["rerank"] = self.rerank_key(self.rerankers(row.rerank))
         columns = ["item_id", "parent_id", *columns, *self._filter_columns]
         return cache_key(**inputs, content=index.content_key(columns))
 
@@ -121,8 +123,13 @@ class Ranker:
             fields |= {"candidates": row.candidates.generator, "num_candidates": number}
         return parse(SearchOptions, {**fields, **changes})
 
-    def rerankers(self, row: RerankRow) -> list[Reranker[Any]]:
-        """Returns the rerankers of a row, loaded once."""
+    def rerankers(self, row: RerankRow, check: CheckRerankers | None = None) -> list[Reranker[Any]]:
+        """Returns the rerankers of a row, loaded once.
+
+        Args:
+            check: Function that raises `SpecError` if rerankers do not support the queries. By
+                default, they must also support the index.
+        """
         if row.row not in self._rerankers:
             from pipeline.search.rerankers import load_rerankers
 
@@ -132,8 +139,7 @@ class Ranker:
             specs: list[Any] = row.rerankers
             try:
                 loaded = load_rerankers(specs if len(specs) > 1 else specs[0], self._models)
-                for reranker in loaded:
-                    reranker.check(self._searcher.index, queries)
+                (check or self._check_rerankers)(loaded, queries)
             except SpecError as error:
                 if not error.field.startswith("rerank"):
                     raise
@@ -141,11 +147,15 @@ class Ranker:
             self._rerankers[row.row] = loaded
         return self._rerankers[row.row]
 
-    def _rerank_key(self, row: RerankRow) -> list[Any]:
-        index, rerankers = self._searcher.index, self.rerankers(row)
+    def _check_rerankers(self, rerankers: Sequence[Reranker[Any]], queries: Any) -> None:
+        for reranker in rerankers:
+            reranker.check(self._searcher.index, queries)
+
+    def rerank_key(self, rerankers: Sequence[Reranker[Any]]) -> list[Any]:
+        """Returns the part of cache keys that depends on rerankers and what they read."""
         options = [[r.fingerprint, r.spec.top, r.spec.add_first_stage] for r in rerankers]
-        stored = index.content_key([name for r in rerankers for name in r.columns])
-        return [stored, options]
+        columns = [name for reranker in rerankers for name in reranker.columns]
+        return [self._searcher.index.content_key(columns), options]
 
     def weights(self, score: str) -> list[float] | None:
         """Returns the weights of the hybrid score, or None if they are equal."""
@@ -192,24 +202,26 @@ class Ranker:
         costs: dict[str, Any] = {"maxsim_ops": self._maxsim_ops(row), **self._row_sizes(row)}
         if row.rerank is None:
             return self.measure_ranking(rank, **costs)
-        from pipeline.search.rerankers import usage_fields
-
-        rerankers = self.rerankers(row.rerank)
-        for reranker in rerankers:
-            reranker.report = self.report
-        take_usage = functools.partial(usage_fields, rerankers)
-        return self.measure_ranking(rank, take_usage, **costs)
+        return self.measure_ranking(rank, self.rerankers(row.rerank), **costs)
 
     def measure_ranking(
         self,
         rank_in_pool: RankInPool,
-        take_usage: Callable[[], dict[str, float]] = dict,
+        rerankers: Sequence[Reranker[Any]] = (),
         **costs: float,
     ) -> Measurements:
         """Measures a ranking, whose sizes and `maxsim_ops` are known. See `Measurements`.
 
-        `take_usage` returns the usage of rerankers since the last call.
+        Args:
+            rerankers: Rerankers that the ranking applies, whose usage is measured.
         """
+        take_usage: Callable[[], dict[str, float]] = dict
+        if rerankers:
+            from pipeline.search.rerankers import usage_fields
+
+            take_usage = functools.partial(usage_fields, rerankers)
+        for reranker in rerankers:
+            reranker.report = self.report
         rank = functools.partial(self._by_pool, rank_in_pool)
         all_queries = range(len(self._judged.queries))
         rank(all_queries[:1])  # warm-up
@@ -229,7 +241,9 @@ class Ranker:
         }
         return Measurements(
             rankings=rankings,
-            values=per_query(rankings, self._judged.qrels, self._spec.measures),
+            values=per_query(
+                rankings, self._judged.qrels, self._spec.measures, self._judged.moments
+            ),
             **costs,
             rerank_usage=usage,
             queries_per_second=len(all_queries) / seconds,
@@ -269,14 +283,8 @@ class Ranker:
         for column in self._codes_columns(row):
             for name in ("vector_bytes", "all_bytes"):
                 sizes[name] += self._searcher.scorer.codes(column).item_bytes
-        if row.rerank is not None and any(
-            RERANK_TOKENS in reranker.columns for reranker in self.rerankers(row.rerank)
-        ):
-            # Image queries are scored with the texts of items, which need no tokens.
-            tokens = rerank_token_stats(index, filter) or {"tokens": 0.0, "bytes": 0.0}
-            sizes["vectors_per_item"] += tokens["tokens"]
-            for name in ("vector_bytes", "all_bytes"):
-                sizes[name] += tokens["bytes"]
+        if row.rerank is not None:
+            add_token_sizes(sizes, index, self.rerankers(row.rerank), filter)
         return sizes
 
     def hits(self, result: Result, query_ids: Sequence[str]) -> list[list[Hit]]:
@@ -409,6 +417,21 @@ def _sizes(index: IndexReader, row: Row, filter: str | None) -> dict[str, float]
         for name in ("vector_bytes", "all_bytes"):
             sizes[name] += type.list_size * type.value_type.bit_width / 8
     return sizes
+
+
+def add_token_sizes(
+    sizes: dict[str, float],
+    index: IndexReader,
+    rerankers: Sequence[Reranker[Any]],
+    filter: str | None,
+) -> None:
+    """Adds the tokens that rerankers read to the sizes per item."""
+    if any(RERANK_TOKENS in reranker.columns for reranker in rerankers):
+        # Image queries are scored with the texts of items, which need no tokens.
+        tokens = rerank_token_stats(index, filter) or {"tokens": 0.0, "bytes": 0.0}
+        sizes["vectors_per_item"] += tokens["tokens"]
+        for name in ("vector_bytes", "all_bytes"):
+            sizes[name] += tokens["bytes"]
 
 
 def map_by_pool(

@@ -17,6 +17,7 @@ from pipeline.config import ComponentSpec, Spec, SpecError
 from pipeline.eval import JudgedQueries
 from pipeline.eval.grounding import GeneratedPhrases
 from pipeline.eval.metrics import DEFAULT_MEASURES, MDR, parse_measure
+from pipeline.eval.moments import moment_measure
 from pipeline.registry import BenchmarkSpec, RerankerSpecs, short_name
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, FusionSpec
 from pipeline.search.options import EQUAL_WEIGHTS, Weights
@@ -119,7 +120,8 @@ class EvaluateSpec(Spec):
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
     """Metrics, by their ir-measures names, such as `R@10` or `nDCG(dcg='exp-log2')@5`, and `MdR`,
     the median rank of the first relevant document. A document that is not among the `k` hits has
-    the rank after the last hit."""
+    the rank after the last hit. Benchmarks of moments also have `R1@0.5` (the number of hits and
+    the IoU), `mAP@0.5` and `mAP`."""
     k: PositiveInt = 100
     """Number of hits per query. No metric can have a larger cutoff."""
     judged: Literal["auto", "parent", "item"] = "auto"
@@ -224,6 +226,10 @@ class EvaluateSpec(Spec):
 
 def with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpec:
     """Adds the main metric of the benchmark to the metrics of a spec."""
+    for name in spec.measures:
+        if judged.moments is None and moment_measure(name):
+            problem = "needs time ranges, which the benchmark does not have"
+            raise SpecError("measures", name, "a metric of documents", problem)
     if judged.measure is None:
         return spec
     cutoff = parse_measure(judged.measure).params.get("cutoff", 0)

@@ -78,10 +78,19 @@ class ListingJob:
         """Returns the URI of a file of a shard. The kind of the file is, for example, "listed"."""
         return f"{self.folder}/{kind}/{shard:06d}"
 
-    def read_json(self, kind: str, shard: int) -> Any:
-        """Reads a JSON file of a shard."""
-        with open_file(self.file(kind, shard), "r") as file:
-            return json.load(file)
+    def read_items(
+        self, shard: int, rows: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Item]]:
+        """Yields the positions and the items that the listing of a shard stores.
+
+        Args:
+            rows: Rows of the table of the listing. If None, all.
+        """
+        with open_file(self.file("items", shard), "r") as file:
+            lines = file.read().splitlines()
+        for row in range(len(lines)) if rows is None else rows:
+            position, fields = json.loads(lines[row])
+            yield position, Item(**{**fields, "span": fields["span"] and tuple(fields["span"])})
 
     def read_table(self, kind: str, shard: int) -> pa.Table:
         """Reads an Arrow file of a shard."""
@@ -186,7 +195,7 @@ def list_shard(job: ListingJob, shard: int, description: dict[str, Any]) -> Shar
     _write_table(job.file("listed", shard), table)
     if source.stores_listing:
         with open_file(job.file("items", shard), "w") as file:
-            json.dump(listed_items, file, default=str)
+            file.writelines(f"{json.dumps(item, default=str)}\n" for item in listed_items)
     rejects = job.rejects_table([reject for _, reject in unlisted])
     hashes = [id_hash(reject.item_id) for _, reject in unlisted]
     for name, values, type in (

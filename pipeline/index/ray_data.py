@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("maxray.stage")
 logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are also raised
 
+#: Tasks that read units: several per reader, which balances their load, and at least as many.
+TASKS_PER_READER, MIN_READ_TASKS = 16, 1024
 #: Values of a generator that wait for the driver.
 WAITING_VALUES = 16
 
@@ -255,7 +257,7 @@ def unit_dataset(
     pool: Resources,
     job: str | None = None,
 ) -> ray.data.Dataset:
-    """Returns a lazy dataset of the units that a function reads, in a Ray task per range."""
+    """Returns a lazy dataset of the units that a function reads, in a Ray task per few ranges."""
 
     def read_block(block: DataBatch) -> Iterator[pa.Table]:
         keep_memory()
@@ -264,7 +266,9 @@ def unit_dataset(
                 yield packed_table([unit])
 
     rows = [units._asdict() for units in ranges]
-    return ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+    # The driver needs about a millisecond per block, before anything is read.
+    num_blocks = min(len(rows), max(MIN_READ_TASKS, TASKS_PER_READER * pool.max_actors))
+    return ray.data.from_items(rows, override_num_blocks=num_blocks).map_batches(
         read_block,
         batch_size=None,
         compute=ray.data.TaskPoolStrategy(size=min(pool.max_actors, len(rows))),

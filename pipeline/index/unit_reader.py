@@ -55,7 +55,7 @@ def read_units(job: ListingJob, units: UnitRange) -> Iterator[Unit]:
     # Entries that were added after the listing are left to the next run.
     entries = [
         (rows.pop(), position, entry)
-        for position, entry in _entries(job, source, shard, description)
+        for position, entry in _entries(job, source, shard, description, to_do.tolist())
         if isinstance(entry, Item) and (rows := rows_by_hash.get(id_hash(entry.item_id)))
     ]
     wanted = [(p, entry) for row, p, entry in entries if status[row] in (NEW, CHANGED)]
@@ -208,14 +208,20 @@ def _split(
 
 
 def _entries(
-    job: ListingJob, source: Source, shard: int, description: dict[str, Any]
+    job: ListingJob,
+    source: Source,
+    shard: int,
+    description: dict[str, Any],
+    rows: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, Item | Reject]]:
-    """Yields the entries of a shard from its file, or by scanning the shard again."""
-    if not source.stores_listing:
+    """Yields the entries of a shard from its file, or by scanning the shard again.
+
+    Of a file, only the given rows are parsed: each task reads a few of the items of a shard.
+    """
+    if source.stores_listing:
+        yield from job.read_items(shard, rows)
+    else:
         yield from scan(source, description)
-        return
-    for position, fields in job.read_json("items", shard):
-        yield position, Item(**{**fields, "span": fields["span"] and tuple(fields["span"])})
 
 
 def _id_reject(item: Item, status: int, reject_id: str) -> Reject:

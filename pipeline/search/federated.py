@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pipeline.config import JobError, SpecError, load, parse
 from pipeline.encoders import EncodedQueries
@@ -32,7 +32,10 @@ from pipeline.search.options import SearchOptions
 from pipeline.search.query import AnyQuery, Queries, check_texts
 from pipeline.search.results import Hit
 from pipeline.search.score import Ranking
-from pipeline.search.searcher import Searcher
+from pipeline.search.searcher import Searcher, load_once
+
+if TYPE_CHECKING:  # imports transformers, which a search without reranking does not need
+    from pipeline.search.rerankers import AnyReranker, Reranker, RerankerSpec
 
 #: Errors of a member that the others make up for. Others are mistakes in the program.
 FAILURES = (ImportError, OSError, RuntimeError, ValueError)
@@ -97,6 +100,7 @@ class FederatedSearcher:
         self.searchers: dict[str, Searcher] = {}
         self._missing: Failures = {}
         self._notes: dict[tuple[str, ...], list[str]] = {}
+        self._models: dict[RerankerSpec, Reranker[Any]] = {}
         encoders: Encoders = {}
         for name, member in self.spec.members.items():
             try:
@@ -111,7 +115,12 @@ class FederatedSearcher:
                 self._fail(name, error, self._missing)
 
     def search(
-        self, query: AnyQuery | Sequence[AnyQuery], *, explain: bool = True, **options: Any
+        self,
+        query: AnyQuery | Sequence[AnyQuery],
+        *,
+        explain: bool = True,
+        rerank: AnyReranker | Sequence[AnyReranker] | None = None,
+        **options: Any,
     ) -> Sequence[Hit] | list[list[Hit]]:
         """Finds the k best hits for a query, or for each of several. See `Searcher.search`.
 
@@ -119,6 +128,9 @@ class FederatedSearcher:
             query: A text; an image, as the bytes of its file; a `Composed` query; token vectors;
                 or a list of one of these. It is encoded once per encoder.
             explain: Whether hits contain `matches` and `passages`.
+            rerank: Reranker of the best hits, or several in a row, as in `Searcher.search`. A hit
+                is read in the index of the member that describes it or, if that lacks what the
+                reranker reads, of the first other member that has it.
             options: `k`, `filter`, `ids` and `parents` of `SearchOptions`.
 
         Raises:
@@ -134,18 +146,21 @@ class FederatedSearcher:
             rule = "a text, an image, vectors, or a list of these"
             raise SpecError("query", type(query).__name__, rule)
         queries = [cast(AnyQuery, query)] if is_single else cast(Sequence[AnyQuery], query)
-        found, sentences = self.search_with(queries, parsed)
+        found, sentences = self.search_with(queries, parsed, load_once(rerank, self._models))
         for sentence in sentences:
             warnings.warn(sentence, MemberWarning, stacklevel=2)
         return Hits(found[0]) if is_single else found
 
     def search_with(
-        self, queries: Sequence[AnyQuery], options: SearchOptions
+        self,
+        queries: Sequence[AnyQuery],
+        options: SearchOptions,
+        rerankers: Sequence[Reranker[Any]] = (),
     ) -> tuple[list[list[Hit]], list[str]]:
         """Returns the hits of each query, and the warnings. See `search`."""
         failures = dict(self._missing)
         while True:
-            rankings = self.rank_with(queries, options, failures)
+            rankings = self.rank_with(queries, options, failures, rerankers=rerankers)
             if (hits := self._describe(rankings, options, failures)) is not None:
                 return hits, rankings.warnings
 
@@ -155,6 +170,7 @@ class FederatedSearcher:
         options: SearchOptions,
         failures: Failures | None = None,
         encode: Callable[[str, str], Queries] | None = None,
+        rerankers: Sequence[Reranker[Any]] = (),
     ) -> Rankings:
         """Ranks the items for each query.
 
@@ -162,11 +178,20 @@ class FederatedSearcher:
             failures: Errors of members that are left out, which is completed.
             encode: Returns the queries for a member and a representation, in place of encoding
                 `queries`.
+            rerankers: Rerankers that are applied in turn to the joined hits.
         """
         check_options(options)
+        k, depth = options.k, max((reranker.spec.top for reranker in rerankers), default=0)
+        options = options.model_copy(update={"k": max(k, depth)})
         if encode is None:  # such a mistake is none of a member
             check_texts([query for query in queries if isinstance(query, str)])
         failures = dict(self._missing) if failures is None else failures
+        opened = {n: one.index for n, one in self.searchers.items() if n not in failures}
+        readable: Sequence[str | bytes] = ()
+        if rerankers:  # before anything is encoded
+            from pipeline.search.rerankers.members import MemberError, check_rerankers
+
+            readable = check_rerankers(rerankers, opened, queries)
         encoded: dict[str, EncodedQueries] = {}
         members: dict[str, MemberRankings] = {}
         for name, searcher in self.searchers.items():
@@ -188,18 +213,28 @@ class FederatedSearcher:
             members[name] = MemberRankings(column, member_queries, rankings, found)
         found_by = {name: member.found for name, member in members.items()}
         joined = self.spec.join_hits(found_by, options.k)
+        if rerankers:
+            sources = {name: self.searchers[name] for name in members}
+            try:
+                joined = _rerank(rerankers, sources, readable, joined, k)
+            except MemberError as failed:
+                self._fail(failed.name, failed.error, failures)
+                options = options.model_copy(update={"k": k})
+                return self.rank_with(queries, options, failures, encode, rerankers)
         sentences = [left_out(name, error) for name, error in failures.items()]
         return Rankings(members, joined, sentences + self._join_notes(tuple(members)))
 
     def scores(self, joined: Sequence[Joined], level: str | None = None) -> dict[str, float]:
         """Returns the scores of hits by item id or, at the level `parent`, by parent id.
 
-        By default, the level is that by which hits are joined.
+        By default, the level is that by which hits are joined. After reranking, which mixes the
+        scores of two stages, they are descending ranks.
         """
         level = level or ("parent" if self.spec.join == "parent" else "item")
         by_id: dict[str, float] = {}
-        for each in joined:
-            by_id.setdefault(getattr(each.shown, f"{level}_id"), each.score)
+        for number, each in zip(range(len(joined), 0, -1), joined, strict=True):
+            score = each.score if each.first_stage is None else float(number)
+            by_id.setdefault(getattr(each.shown, f"{level}_id"), score)
         return by_id
 
     def options(self, name: str, options: SearchOptions) -> SearchOptions:
@@ -253,6 +288,22 @@ class FederatedSearcher:
                 indexes = {name: self.searchers[name].index for name in names}
                 self._notes[names] = join_notes(indexes, self.spec.join)
         return self._notes[names]
+
+
+def _rerank(
+    rerankers: Sequence[Reranker[Any]],
+    searchers: Mapping[str, Searcher],
+    queries: Sequence[str | bytes],
+    joined: list[list[Joined]],
+    k: int,
+) -> list[list[Joined]]:
+    """Applies rerankers one after another and returns the k best hits of each query."""
+    from pipeline.search.rerankers import rerank_in_turn
+    from pipeline.search.rerankers.members import MemberHits
+
+    indexes = {name: searcher.index for name, searcher in searchers.items()}
+    hits = MemberHits(indexes, joined, searchers)
+    return hits.reranked(rerank_in_turn(rerankers, hits, queries, hits.rankings(), k))
 
 
 def _located(name: str, error: SpecError) -> SpecError:

@@ -27,8 +27,8 @@ from pipeline.config import JobError, Spec, SpecError, digest, first_line, parse
 from pipeline.extras import MissingExtra
 from pipeline.search.candidates import AUTO
 from pipeline.search.fusion import DEFAULT_FUSION, FusionSpec
-from pipeline.search.options import SearchOptions
-from pipeline.search.results import Hit, MemberHit
+from pipeline.search.options import VECTORS, SearchOptions
+from pipeline.search.results import FirstStage, Hit, MemberHit, RerankScore
 from pipeline.search.scores import Score
 
 if TYPE_CHECKING:  # imports torch, which the settings of a server do not need
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # imports torch, which the settings of a server do not need
     from pipeline.search.score import Ranking
 
 #: Options of a search in a federation. The members set the others.
-OPTIONS = {"k", "filter", "ids", "parents", "explain"}
+OPTIONS = {"k", "filter", "ids", "parents", "explain", "rerank"}
 #: Fields of a member that are options of its search.
 MEMBER_OPTIONS = ("representation", "score", "candidates")
 #: Fields of a member that can become invalid while its spec remains the same.
@@ -106,7 +106,7 @@ class Federation(Spec):
 
         The filter of the search must have been checked: as a part, it could change the whole.
         """
-        member, depth = self.members[name], max(self.depth, options.k)
+        member, depth = self.members[name], max(self.depth, options.first_stage().k)
         fields: dict[str, Any] = {"k": depth, "explain": options.explain}
         fields |= {field: getattr(member, field) for field in MEMBER_OPTIONS}
         if "fusion" in member.model_fields_set:  # a server has a default for each index
@@ -202,11 +202,18 @@ class Found(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Hit of a federation: the hit that describes it, and those of all members, by member."""
+    """Hit of a federation: the hit that describes it, and those of all members, by member.
+
+    Attributes:
+        first_stage: Rank and score before reranking, or None without reranking.
+        rerank: Score of the last reranker, or None without one.
+    """
 
     score: float
     shown: Found
     found: dict[str, Found]
+    first_stage: FirstStage | None = None
+    rerank: RerankScore | None = None
 
 
 def values(scores: Sequence[float]) -> np.ndarray:
@@ -271,8 +278,10 @@ def check_options(options: SearchOptions) -> None:
     for name in sorted(options.model_fields_set & SearchOptions.model_fields.keys() - OPTIONS):
         if getattr(options, name) != getattr(SearchOptions(), name):
             value = options.model_dump(mode="json", include={name})[name]
-            rules = {"group_by": "null; set `join` to parent", "rerank": "null for a federation"}
+            rules = {"group_by": "null; set `join` to parent"}
             raise SpecError(name, value, rules.get(name, "set in the members of the federation"))
+    if any(stage.name == VECTORS for stage in options.rerank or ()):
+        raise SpecError("rerank.name", VECTORS, "the name of a reranker for a federation")
 
 
 def score_scale(name: str, info: RepresentationInfo, options: SearchOptions) -> str:
@@ -332,7 +341,8 @@ def _hit(rank: int, joined: Joined, hit: Hit) -> Hit:
     members = tuple(
         MemberHit(**{n: getattr(each, n) for n in MemberHit.model_fields}) for each in found
     )
-    return hit.model_copy(update={"rank": rank, "score": joined.score, "members": members})
+    fields = {"score": joined.score, "first_stage": joined.first_stage, "rerank": joined.rerank}
+    return hit.model_copy(update={**fields, "rank": rank, "members": members})
 
 
 def left_out(name: str, error: Exception | str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pipeline.config import SpecError, parse
@@ -130,7 +130,7 @@ class Searcher:
         """
         options |= {"representation": representation, "explain": "matches" if explain else None}
         parsed = parse(SearchOptions, options)
-        rerankers = self._load(rerank)
+        rerankers = load_once(rerank, self._models)
         if isinstance(query, AnyQuery):
             return Hits(self.search_with([query], parsed, rerankers, negative)[0])
         if not isinstance(query, Sequence | EncodedQueries | Queries):
@@ -162,14 +162,6 @@ class Searcher:
         encoded, rankings = self._rank(queries, options, rerankers, negative)
         explain = options.explain is not None
         return self.hits(rankings, encoded, options.column, explain=explain)
-
-    def _load(self, values: AnyReranker | Sequence[AnyReranker] | None) -> Sequence[Reranker[Any]]:
-        """Returns rerankers. Each model is loaded only once."""
-        if values is None:
-            return ()
-        from pipeline.search.rerankers import load_rerankers
-
-        return load_rerankers(values, self._models)
 
     def _alternating(self, queries: AnyQueries, options: SearchOptions) -> list[str]:
         """Returns the representations of texts and images that a search by default combines."""
@@ -287,6 +279,18 @@ class Searcher:
         """Counts how many different item or parent ids of a list occur in the index."""
         selected = parse(SearchOptions, {field: ids})
         return self.items.num_known(getattr(selected, field) or (), field)
+
+
+def load_once(
+    values: AnyReranker | Sequence[AnyReranker] | None,
+    models: MutableMapping[RerankerSpec, Reranker[Any]],
+) -> Sequence[Reranker[Any]]:
+    """Returns rerankers. Those in `models` are not loaded again."""
+    if values is None:
+        return ()
+    from pipeline.search.rerankers import load_rerankers
+
+    return load_rerankers(values, models)
 
 
 def _alternate(groups: Iterable[Sequence[Hit]], k: int, id: str = "item_id") -> list[Hit]:

@@ -18,10 +18,11 @@ from pipeline.runtime.tracing import span
 from pipeline.schema import Composed
 from pipeline.search.candidates import EXACT
 from pipeline.search.facets import IndexFacets
+from pipeline.search.media import Unencoded
 from pipeline.search.options import VECTORS, Rerank, SearchOptions
 from pipeline.search.previews import ByteRange, MediaPart
 from pipeline.search.query import Queries
-from pipeline.search.results import Hit
+from pipeline.search.results import Hit, RerankScore
 from pipeline.search.score import Ranking
 from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
@@ -29,7 +30,7 @@ from pipeline.serve.calls import Handle, Method, StageClient, Stages
 from pipeline.serve.errors import ApiError, from_spec_error
 from pipeline.serve.inputs import check_readable, read_query, read_unencoded
 from pipeline.serve.library import WRITER
-from pipeline.serve.responses import truncation_warnings
+from pipeline.serve.responses import hit_truncation_warnings, truncation_warnings
 from pipeline.serve.scheduler import Caller, gather_or_cancel
 from pipeline.serve.served import Served, ServedIndexes
 from pipeline.serve.settings import ServeSpec
@@ -141,11 +142,7 @@ class Engine:
             rankings = [r.take(range(min(options.k, len(r.rows)))) for r in rankings]
         with timer.stage("describe"):
             hits = await self.describe(served, encoded, rankings, options, key)
-        num_truncated = [
-            max((hit.rerank.num_truncated_tokens for hit in query_hits if hit.rerank), default=0)
-            for query_hits in hits
-        ]
-        warnings += truncation_warnings(queries, num_truncated)
+        warnings += hit_truncation_warnings(queries, hits)
         return hits, is_reranked, warnings
 
     def degraded(self, stage: str, reason: str, index: str) -> None:
@@ -346,19 +343,26 @@ class Engine:
         except SpecError as error:
             raise from_spec_error(error) from None
         unique = list(dict.fromkeys(item_ids))
-        readings = await self.calls.call(
-            name,
-            Caller(key, self.settings.timeouts.rerank_s),
-            self._stages.models[served.name].read,
-            served.edition,
-            name,
-            unencoded,
-            unique,
-        )
+        readings = await self.read_by_model(served, name, unencoded, unique, key)
         read = {i: reading.score for i, reading in readings.items() if reading.score is not None}
         num_truncated = max((r.num_truncated_tokens for r in readings.values()), default=0)
         scores = dict(sorted(read.items(), key=lambda pair: (-pair[1], pair[0])))
         return scores, truncation_warnings([query], [num_truncated])
+
+    async def read_by_model(
+        self,
+        served: Served,
+        name: str,
+        query: Unencoded,
+        item_ids: Sequence[str],
+        key: str,
+    ) -> dict[str, RerankScore]:
+        """Returns the scores of items by a reranker of their index, or why they have none."""
+        caller = Caller(key, self.settings.timeouts.rerank_s)
+        read = self._stages.models[served.name].read
+        return await self.calls.call(
+            name, caller, read, served.edition, name, query, list(item_ids)
+        )
 
     async def describe(
         self,

@@ -12,6 +12,7 @@ from pipeline.config import SpecError, digest
 from pipeline.index.conditions import condition_sql
 from pipeline.search.federation import (
     Found,
+    Joined,
     Member,
     federated_hits,
     item_ranges,
@@ -19,17 +20,19 @@ from pipeline.search.federation import (
     score_scale,
     shown_rankings,
 )
-from pipeline.search.options import SearchOptions
+from pipeline.search.options import Rerank, SearchOptions
 from pipeline.search.query import Queries
-from pipeline.search.results import Hit
+from pipeline.search.results import Hit, RerankScore
 from pipeline.search.score import Ranking
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError, from_spec_error
-from pipeline.serve.inputs import member_options, read_unencoded
+from pipeline.serve.inputs import check_readable, member_options, read_unencoded
+from pipeline.serve.responses import hit_truncation_warnings
 from pipeline.serve.scheduler import gather_or_cancel
 from pipeline.serve.served import Served, ServedFederation
 
 if TYPE_CHECKING:
+    from pipeline.search.rerankers.members import MemberHits
     from pipeline.serve.engine import Engine, Timer
 
 log = logging.getLogger("ray.serve")
@@ -37,10 +40,15 @@ T = TypeVar("T")
 
 
 class FederatedResult(NamedTuple):
-    """Hits of each query, how the members were searched, and a sentence for each that failed."""
+    """Hits of each query, and how the members were searched.
+
+    Attributes:
+        warnings: Sentences about members and rerankers that failed, and about truncated texts.
+    """
 
     hits: list[list[Hit]]
     members: list[wire.MemberResult]
+    is_reranked: bool
     warnings: list[str]
 
 
@@ -61,7 +69,7 @@ class FederationSearch:
         engine: Engine,
         served: ServedFederation,
         queries: Sequence[wire.Query],
-        request: wire.SearchFields,
+        request: SearchOptions,
         timer: Timer,
         key: str,
     ):
@@ -70,6 +78,7 @@ class FederationSearch:
         self._failures: dict[str, ApiError] = {}
         self._options: dict[str, SearchOptions] = {}
         self._encoding: dict[str, asyncio.Task[list[Queries]]] = {}
+        self._is_reranked, self._warnings = False, list[str]()
 
     async def run(self) -> FederatedResult:
         """Returns the joined hits.
@@ -87,10 +96,14 @@ class FederationSearch:
             for task in self._encoding.values():
                 task.cancel()
             await asyncio.gather(*self._encoding.values(), return_exceptions=True)
-        return FederatedResult(hits, self._members(), self._sentences())
+        warnings = self._warnings + hit_truncation_warnings(self._queries, hits)
+        warnings = self._sentences() + warnings
+        return FederatedResult(hits, self._members(), self._is_reranked, warnings)
 
     async def _check_queries(self) -> None:
         """Raises `ApiError` for a query that is invalid whatever the member."""
+        for stage in self._request.rerank or ():
+            check_readable(self._queries, stage.name)
         for query in self._queries:
             if isinstance(query, wire.StoredItem):
                 rule = "a text, an image, both, or vectors for a federation"
@@ -124,9 +137,14 @@ class FederationSearch:
         except Exception as error:
             log.error("member failed", exc_info=error, extra={"event": "member_failed"})
             failure = ApiError("internal", "internal server error")
-        self._failures[name] = failure
-        self._engine.degraded(title, failure.message, self._served.name)
+        self._fail(name, failure)
         return None
+
+    def _fail(self, name: str, failure: ApiError) -> None:
+        """Records the failure of a member."""
+        self._failures[name] = failure
+        title = f"{self._served.name}.{name}"
+        self._engine.degraded(title, failure.message, self._served.name)
 
     async def _rank(self, name: str) -> _Ranked:
         served = self._served.members[name]
@@ -161,7 +179,12 @@ class FederationSearch:
         """Returns the joined hits, or None if a member fails, which must then be left out."""
         names = [name for name in ranked if name not in self._failures]
         found = {name: ranked[name].found for name in names}
-        joined = self._spec.join_hits(found, self._request.k)
+        joined = self._spec.join_hits(found, self._request.first_stage().k)
+        if self._request.rerank:
+            reranked = await self._rerank(names, joined)
+            if reranked is None:
+                return None
+            joined = reranked
 
         async def describe(name: str) -> list[list[Hit]]:
             member, served = ranked[name], self._served.members[name]
@@ -171,6 +194,87 @@ class FederationSearch:
 
         described = await self._each(names, describe)
         return federated_hits(joined, described) if len(described) == len(names) else None
+
+    async def _rerank(
+        self, names: Sequence[str], joined: Sequence[Sequence[Joined]]
+    ) -> list[list[Joined]] | None:
+        """Applies rerankers to the hits. Returns None if the index of a member cannot be read."""
+        from pipeline.search.rerankers.members import MemberError, MemberHits
+
+        self._is_reranked, self._warnings = False, []
+        members = self._served.members
+        hits = MemberHits({name: members[name].index for name in names}, joined)
+        rankings, stages = hits.rankings(), self._request.rerank or ()
+        queries = [await asyncio.to_thread(read_unencoded, query) for query in self._queries]
+        for number, stage in enumerate(stages):
+            k = max([self._request.k, *(later.depth for later in stages[number + 1 :])])
+            try:
+                with self._timer.stage(stage.name):
+                    rankings = await self._apply(stage, hits, names, queries, rankings, k)
+                self._is_reranked = True
+            except MemberError as failed:
+                self._fail(failed.name, from_spec_error(failed.error))
+                self._check_failures()
+                return None
+            except ApiError as error:
+                if not stage.optional or error.code not in ("unavailable", "timeout"):
+                    raise
+                self._engine.degraded(stage.name, error.message, self._served.name)
+                self._warnings.append(f"not reranked: {error.message}")
+        k = self._request.k
+        return [query_hits[:k] for query_hits in hits.reranked(rankings)]
+
+    async def _apply(
+        self,
+        stage: Rerank,
+        hits: MemberHits,
+        names: Sequence[str],
+        queries: Sequence[Any],
+        rankings: Sequence[Ranking],
+        k: int,
+    ) -> list[Ranking]:
+        """Applies a reranker and returns the k best hits of each query."""
+        from pipeline.search.rerankers import reorder
+        from pipeline.search.rerankers.members import add_scores
+
+        members = {name: self._served.members[name] for name in names}
+        specs = {
+            name: served.spec.rerankers[stage.name]
+            for name, served in members.items()
+            if stage.name in served.spec.rerankers
+        }
+        if not specs:  # all members that have it were left out
+            raise ApiError("unavailable", f"no member has the reranker {stage.name}")
+        spec = next(iter(specs.values()))
+        is_added = stage.add_first_stage or spec.add_first_stage
+        spec = spec.model_copy(update={"top": stage.depth, "add_first_stage": is_added})
+        candidates = [ranking.item_ids[: spec.top] for ranking in rankings]
+        scores: list[dict[str, RerankScore]] = [{} for _ in queries]
+
+        async def read(name: str, query: int, item_ids: dict[str, str]) -> None:
+            ids = list(dict.fromkeys(item_ids.values()))
+            arguments = members[name], stage.name, queries[query], ids, self._key
+            found = await self._engine.read_by_model(*arguments)
+            add_scores([scores[query]], [item_ids], [found])
+
+        turns = hits.turns(candidates, scores, specs.keys())
+        while by_member := await asyncio.to_thread(next, turns, None):
+            await gather_or_cancel(
+                read(name, query, item_ids)
+                for name, by_query in by_member.items()
+                for query, item_ids in enumerate(by_query)
+                if item_ids
+            )
+        problems = [record.problem for found in scores for record in found.values()]
+        problem = next(filter(None, problems), "")
+        try:
+            await asyncio.to_thread(hits.check_content, scores, stage.name, problem)
+        except SpecError as error:
+            raise from_spec_error(error) from None
+        return [
+            reorder("is in no index with the reranker", ranking, found, spec, k)
+            for ranking, found in zip(rankings, scores, strict=True)
+        ]
 
     def _check_failures(self) -> None:
         """Raises an error if the other members cannot make up for those that failed."""

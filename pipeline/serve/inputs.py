@@ -40,11 +40,7 @@ def search_options(
         value = wire.query_kind(request.negative)
         raise from_spec_error(SpecError("negative", value, "null with reranking"))
     stages = [_rerank_stage(served, stage) for stage in request.rerank or ()]
-    depth = max((stage.depth for stage in stages), default=0)
-    _check_depth(request.k, depth, num_queries, limits)
-    for stage in stages:
-        if stage.name != VECTORS:
-            check_num_pairs(stage.depth, num_queries, limits, "rerank.top")
+    _check_stages(request, stages, num_queries, limits)
     try:
         return _resolve(request, served, tuple(stages) or None)
     except SpecError as error:
@@ -69,14 +65,19 @@ def _resolve(
 
 def with_request(
     served: ServedFederation, request: wire.SearchFields, num_queries: int, limits: Limits
-) -> ServedFederation:
-    """Returns a federation with the options of a request, which must be valid for it."""
-    _check_depth(request.k, 0, num_queries, limits)
+) -> tuple[ServedFederation, SearchOptions]:
+    """Returns a federation with the options of a request, which must be valid for it.
+
+    The options of the search have the defaults of the rerankers.
+    """
     try:
         if request.negative is not None:
             value = wire.query_kind(request.negative)
             raise SpecError("negative", value, "null for a federation")
         check_options(request)
+        stages = [_federated_stage(served, stage) for stage in request.rerank or ()]
+        _check_stages(request, stages, num_queries, limits)
+        request = request.model_copy(update={"rerank": tuple(stages) or None})
         if (maximum := MAX_BATCH_HITS // served.spec.depth) < num_queries:
             rule = f"at most {maximum} queries for a federation of depth {served.spec.depth}"
             raise SpecError("queries", num_queries, rule)
@@ -94,7 +95,33 @@ def with_request(
                 _resolve(spec.member_options(name, request), served.members[name], None)
     except SpecError as error:
         raise from_spec_error(error) from None
-    return replace(served, spec=spec)
+    return replace(served, spec=spec), request
+
+
+def federated_rerankers(served: ServedFederation) -> dict[str, Any]:
+    """Returns the specs of the rerankers of the indexes of a federation by their names."""
+    specs: dict[str, Any] = {}
+    for member in served.members.values():
+        specs = {**member.spec.rerankers, **specs}
+    return specs
+
+
+def _federated_stage(served: ServedFederation, stage: Rerank) -> Rerank:
+    """Returns a stage with the defaults of the first member whose index has the reranker."""
+    from pipeline.search.rerankers import OPTIONS
+
+    specs = federated_rerankers(served)
+    if stage.name not in specs:
+        rule = f"one of {', '.join(specs)}" if specs else "null: no index has a reranker"
+        raise SpecError("rerank.name", stage.name, rule)
+    spec = specs[stage.name]
+    fields = dict.fromkeys(OPTIONS)
+    for member in served.members.values():
+        other = member.spec.rerankers.get(stage.name, spec)
+        if other.model_copy(update=fields) != spec.model_copy(update=fields):
+            rule, problem = "the same model in all indexes", f"differs in {member.name}"
+            raise SpecError("rerank.name", stage.name, rule, problem)
+    return stage.model_copy(update={"top": stage.top or spec.top})
 
 
 def _candidates(
@@ -106,6 +133,16 @@ def _candidates(
     if number is None and default.generator == name and default.num_candidates:
         number = max(default.num_candidates, options.k)
     return name, number
+
+
+def _check_stages(
+    request: wire.SearchFields, stages: Sequence[Rerank], num_queries: int, limits: Limits
+) -> None:
+    depth = max((stage.depth for stage in stages), default=0)
+    _check_depth(request.k, depth, num_queries, limits)
+    for stage in stages:
+        if stage.name != VECTORS:
+            check_num_pairs(stage.depth, num_queries, limits, "rerank.top")
 
 
 def _check_depth(k: int, top: int, num_queries: int, limits: Limits) -> None:

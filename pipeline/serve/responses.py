@@ -9,8 +9,10 @@ from pipeline.schema import ITEM
 from pipeline.search.candidates import BM25, EXACT, generators
 from pipeline.search.fusion import FUSED
 from pipeline.search.media import supported_kinds
+from pipeline.search.results import Hit
 from pipeline.search.scores import VECTOR_SCORES
 from pipeline.serve import wire
+from pipeline.serve.inputs import federated_rerankers
 from pipeline.serve.served import Served, ServedFederation
 
 
@@ -30,6 +32,15 @@ def truncation_warnings(queries: Sequence[wire.Query], num_truncated: Sequence[i
         if maximum:
             warnings.append(f"the reranker truncated {texts} by up to {maximum} tokens")
     return warnings
+
+
+def hit_truncation_warnings(
+    queries: Sequence[wire.Query], hits: Sequence[Sequence[Hit]]
+) -> list[str]:
+    """Returns the warnings of `truncation_warnings` for the hits of each query."""
+    records = [[hit.rerank for hit in query_hits if hit.rerank] for query_hits in hits]
+    maxima = [max((r.num_truncated_tokens for r in found), default=0) for found in records]
+    return truncation_warnings(queries, maxima)
 
 
 def index_info(served: Served) -> wire.IndexInfo:
@@ -55,7 +66,12 @@ def federation_info(served: ServedFederation) -> wire.FederationInfo:
     for name, member in served.spec.members.items():
         fields = {**dict(member), "name": name, "index": served.members[name].name}
         members.append(wire.MemberInfo(**fields))
-    return wire.FederationInfo(name=served.name, join=served.spec.join, members=members)
+    return wire.FederationInfo(
+        name=served.name,
+        join=served.spec.join,
+        members=members,
+        rerankers=list(federated_rerankers(served)),
+    )
 
 
 def _representation(served: Served, info: RepresentationInfo) -> wire.Representation:

@@ -145,15 +145,15 @@ async def _search(
     limits, timer = gateway.settings.limits, Timer(gateway.metrics.stage)
     if federation := gateway.federation(key, body.index):
         request_id = _log(request, index=federation.name, k=body.k, queries=len(queries))
-        federation = with_request(federation, body, len(queries), limits)
-        search = FederationSearch(gateway.engine, federation, queries, body, timer, key.name)
+        federation, options = with_request(federation, body, len(queries), limits)
+        search = FederationSearch(gateway.engine, federation, queries, options, timer, key.name)
         result = await search.run()
         return result.hits, {
             "request_id": request_id,
             "index": federation.name,
             "version": None,
             "representation": None,
-            "reranked": False,
+            "reranked": result.is_reranked,
             "degraded": any(member.error for member in result.members),
             "members": result.members,
             "warnings": result.warnings,

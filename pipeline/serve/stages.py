@@ -448,9 +448,10 @@ class ModelRanker:
         item_ids: list[str],
         caller: Caller,
     ) -> dict[str, RerankScore]:
-        """Scores the items that a reranker can read. See `rerank` for the arguments."""
+        """Scores items. Those that cannot be read have a `problem`."""
         (readings,) = await self._read(edition, name, [query], [item_ids], caller)
-        return readings
+        missing = RerankScore(problem=self._rerankers[name].missing(query))
+        return dict.fromkeys(item_ids, missing) | readings
 
     async def _read(
         self,

@@ -564,6 +564,8 @@ class FederationInfo(Response):
     """Hits that are joined: `item`, `parent` or `overlap`."""
     members: list[MemberInfo]
     """Members."""
+    rerankers: list[str] = Field(default_factory=list)
+    """Names of the rerankers of the indexes of the members."""
 
 
 class IndexList(Response):

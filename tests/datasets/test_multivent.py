@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+from typing import Any, ClassVar
 
+import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from pipeline.config import SpecError
 from pipeline.datasets.multivent import MEASURES, Judgments, read_judgments, split_scores
@@ -353,3 +357,52 @@ def test_malformed_judgments_name_the_line(tmp_path, line):
     path.write_text('{"query_id": "q", "doc_id": "1", "relevance": 1}\n' + line)
     with pytest.raises(SpecError, match=r"judgments must be .* \(line 2 of "):
         read_judgments(str(path), "judgments")
+
+
+class CountedFile(io.BytesIO):
+    """File that counts the bytes that are read from all of them."""
+
+    num_bytes = 0
+
+    def read(self, size=-1, /):
+        data = super().read(size)
+        CountedFile.num_bytes += len(data)
+        return data
+
+
+class CountedFiles(MemoryFileSystem):
+    """Files in memory whose reads are counted."""
+
+    protocol = "counted"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("counted://", "memory://"))
+
+    def _open(self, path, mode="rb", **options):
+        file = super()._open(path, mode, **options)
+        return CountedFile(file.getvalue()) if mode == "rb" else file
+
+
+@pytest.mark.parametrize("window_seconds", [None, 1.0])
+def test_frames_and_audio_are_read_once_from_storage(tmp_path, window_seconds):
+    """Also if the audio is a file of its own, and for several windows of a file."""
+    fsspec.register_implementation("counted", CountedFiles, clobber=True)
+    video, m4a = datasets.small_video(tmp_path, 3.0, sound=True), datasets.sound(tmp_path, 3.0)
+    members = [("1.mp4", video), ("1.m4a", m4a), ("2.mp4", video)]
+    CountedFiles().pipe_file("/videos/000001.tar", make_tar(members))
+    fields = {"path": "counted://videos", "revision": "stat", "window_seconds": window_seconds}
+    source = build("multivent", ("frames", "audio"), **fields)
+    (shard,) = source.shards()
+    listed = list(enumerate(source.scan(shard)))
+    assert len(listed) == (2 if window_seconds is None else 6)
+    CountedFile.num_bytes = 0
+    items = list(source.decode(shard, listed))
+    assert all(item.payload["frames"] and item.payload["audio"] for item in items)
+    assert CountedFile.num_bytes == 2 * len(video) + len(m4a)
+    # The encoder reads the text, which the listing contains.
+    CountedFile.num_bytes = 0
+    rejects = list(build("multivent", ("text",), **fields).decode(shard, listed))
+    assert {reject.reason for reject in rejects} == {"empty text"} and not CountedFile.num_bytes

@@ -64,7 +64,7 @@ def test_options_of_an_index(federation, capsys):
 
 
 @pytest.mark.usefixtures("blank_figures")
-def test_evaluation(federation, index_uri, tmp_path, capsys):
+def test_evaluation(federation, index_uri, checkpoint, tmp_path, capsys):
     """Rows of members equal their own searches, and that of the federation the run of a search."""
     (tmp_path / "qrels").mkdir()
     qrels = "query-id\tcorpus-id\tscore\n1\twing\t1\nb\tbread\t1\n"
@@ -72,30 +72,46 @@ def test_evaluation(federation, index_uri, tmp_path, capsys):
     lines = [json.dumps({"_id": query_id, "text": text}) for query_id, text in QUERIES.items()]
     (tmp_path / "queries.jsonl").write_text("\n".join(lines))
     output = str(tmp_path / "out")
+    reranker = {"name": "cross_encoder", "model": checkpoint("cross_encoder"), "top": 4}
     spec = {"index": federation, "benchmark": {"name": "beir", "path": str(tmp_path)}}
+    spec["rerank"] = [reranker, [{**reranker, "label": "two"}, {**reranker, "top": 2}]]
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**spec, "output": output}))
     evaluate.main([str(tmp_path / "spec.yaml")])
-    assert "federation  tokens " in capsys.readouterr().out  # the planned comparison
+    printed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert ["federation", "tokens"] in printed  # the planned comparison
     evaluation = read_results(output, "evaluation")
-    assert [result.name for result in evaluation.results] == ["tokens", "single", "federation"]
+    rows = ["tokens", "single", "federation", "cross_encoder_4", "two-cross_encoder_2"]
+    assert [result.name for result in evaluation.results] == rows
     assert evaluation.row("federation").first_stage == "tokens"
     sizes = [result.vectors_per_item for result in evaluation.results]
     assert sizes[0] + sizes[1] == sizes[2]
     pairs = [(planned.row, planned.other) for planned in evaluation.planned_comparisons]
-    assert pairs == [("federation", "tokens"), ("federation", "single")]
+    names = [("federation", "tokens"), ("federation", "single")]
+    assert pairs == [*names, *((row, "federation") for row in rows[3:])]
+    (row,) = [result for result in evaluation.results if result.name == "cross_encoder_4"]
+    assert (row.first_stage, row.rerank["queries"], row.rerank["pairs"]) == ("federation", 2, 8)
+    assert "| two-cross_encoder_2 | federation | 4 + 2 |" in (
+        tmp_path / "out/reranking.md"
+    ).read_text(encoding="utf-8")
 
     alone = open_index(index_uri).rank([*QUERIES.values()], "hpool_4", k=100, group_by="parent")
     run = read_run(f"{output}/runs/tokens.trec")
     for query_id, ranking in zip(QUERIES, alone, strict=True):
         assert run[query_id] == pytest.approx(ranking.scores_by_parent())
     searched = str(tmp_path / "searched.trec")
-    search.main([federation, "--queries", str(tmp_path / "queries.jsonl"), "--run", searched])
-    run = read_run(f"{output}/runs/federation.trec")
-    for query_id, scores in read_run(searched).items():
-        parents = {}
-        for item_id, score in scores.items():
-            parents.setdefault(item_id.partition("/")[0], score)
-        assert run[query_id] == pytest.approx(parents)
+    arguments = [federation, "--queries", str(tmp_path / "queries.jsonl"), "--run", searched]
+    arguments += ["-k", "100"]
+    rerank = ["--rerank", "cross_encoder", f"model={reranker['model']}", "top=4"]
+    for name, options in (("federation", []), ("cross_encoder_4", rerank)):
+        search.main([*arguments, *options])
+        run = read_run(f"{output}/runs/{name}.trec")
+        for query_id, scores in read_run(searched).items():
+            parents = {}
+            for item_id, score in scores.items():
+                parents.setdefault(item_id.partition("/")[0], score)
+            assert list(run[query_id]) == list(parents)
+            if name == "federation":
+                assert run[query_id] == pytest.approx(parents)
 
     evaluate.main([str(tmp_path / "spec.yaml"), "--fit-fusion", str(tmp_path / "fitted.yaml")])
     fitted = FederatedSearcher(str(tmp_path / "fitted.yaml")).spec
@@ -104,6 +120,8 @@ def test_evaluation(federation, index_uri, tmp_path, capsys):
 
     for override, message in (
         ("scores=[hybrid]", r"scores must be absent for a federation"),
+        ("rerank.0.score=maxsim", r"rerank\[0\].score must be null for a federation, got 'maxsim'"),
+        ("rerank.0.label=tokens", r"members must be mappings with other names than tokens"),
         ("comparisons=[[federation, x]]", "comparisons must be one of tokens, single, federation"),
     ):
         with pytest.raises(SpecError, match=f"^{message}"):

@@ -15,6 +15,7 @@ import pytest
 import ray
 
 from pipeline.config import JobError
+from pipeline.index import ray_data
 from pipeline.index.ray_data import chain, configure, map_batches, rows_of, unit_dataset
 from pipeline.index.stage import Processed, Profile, Resources, Stage, Unit
 from pipeline.index.units import UnitRange
@@ -46,6 +47,15 @@ def read_units(units: UnitRange) -> Iterator[Unit]:
         row = Item(f"item-{number}", "item", "test", "text", "r1", text="text").row()
         items = pa.Table.from_pylist([row], schema=ITEM)
         yield Unit(f"{number:06d}", items, extra={"replaces": {}, "gone": 0})
+
+
+def named_units(folder: str, units: UnitRange) -> Iterator[Unit]:
+    """Yields two units, and records the shard in a file of the task."""
+    with Path(folder, ray.get_runtime_context().get_task_id()).open("a") as file:
+        file.write(f"{units.shard} ")
+    for number in range(2):
+        items = pa.Table.from_pylist([], schema=ITEM)
+        yield Unit(f"{units.shard}-{number}", items, extra={"replaces": {}, "gone": 0})
 
 
 def run(folder: Path, profile: Profile, seconds: float = 0.0, **encode: int) -> ray.data.Dataset:
@@ -83,6 +93,19 @@ def test_units_share_blocks_up_to_a_size(tmp_path):
 
     assert num_blocks(1) == NUM_UNITS
     assert num_blocks(1 << 20) < NUM_UNITS / 2
+
+
+def test_many_ranges_share_tasks(tmp_path, monkeypatch):
+    """Two tasks read three and two ranges, each with all of its units."""
+    monkeypatch.setattr(ray_data, "MIN_READ_TASKS", 2)
+    monkeypatch.setattr(ray_data, "TASKS_PER_READER", 1)
+    configure()
+    pool = Resources(num_cpus=0.01, max_actors=1)
+    ranges = [UnitRange(shard) for shard in range(5)]
+    units = unit_dataset(partial(named_units, str(tmp_path)), ranges, pool)
+    names = [row["unit"] for row in units.take_all()]
+    assert sorted(names) == sorted(f"{shard}-{n}" for shard in range(5) for n in range(2))
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["0 1 2 ", "3 4 "]
 
 
 def test_job_without_progress_fails(tmp_path):

@@ -19,6 +19,7 @@ from pipeline.config import parse
 from pipeline.index.reader import ITEMS
 from pipeline.search.federated import FederatedSearcher
 from pipeline.search.options import SearchOptions
+from pipeline.search.rerankers import load_rerankers
 from pipeline.serve import wire
 from pipeline.serve.api import create_app
 from pipeline.serve.client import Client, ServerError
@@ -27,6 +28,7 @@ from pipeline.serve.engine import Engine
 from pipeline.serve.gateway import Gateway
 from pipeline.serve.local import run_locally
 from pipeline.serve.metrics import Metrics
+from pipeline.serve.responses import hit_truncation_warnings
 from pipeline.serve.settings import ServeSpec
 from tests.serve.conftest import free_port, write_keys
 
@@ -95,12 +97,22 @@ def members(uris: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server(uris, tmp_path_factory) -> Iterator[Server]:
+def texts(checkpoint) -> dict[str, Any]:
+    """Reranker of the indexes of the server, whose name is `texts`."""
+    return {"name": "cross_encoder", "model": checkpoint("cross_encoder"), "top": 5}
+
+
+@pytest.fixture(scope="module")
+def server(uris, texts, tmp_path_factory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     write_keys(path, KEYS)
+    rerank = {
+        name: [{**texts, "label": "texts"}, {**texts, "label": "other", "batch_size": size}]
+        for name, size in (("one", 8), ("two", 16), ("three", 8))
+    }
     deleted = {"one": {"index": uris["one"]}, "three": {"index": "three"}}
     settings = {
-        "indexes": {name: {"uri": uri} for name, uri in uris.items()},
+        "indexes": {name: {"uri": uri, "rerank": rerank[name]} for name, uri in uris.items()},
         "federations": {
             "both": {"members": members(uris)},
             "strict": {"members": members(uris), "require_all": True},
@@ -138,11 +150,13 @@ def error_message(
     return error.message
 
 
-def in_process(uris: dict[str, str], query: str, fields: dict[str, Any] | None = None, **options):
+def in_process(
+    uris: dict[str, str], query: str, fields: dict[str, Any] | None = None, rerank=(), **options
+):
     """Returns the hits of a search in this process."""
     searcher = FederatedSearcher({"members": members(uris), **(fields or {})})
     parsed = parse(SearchOptions, {"explain": "matches", **options})
-    return searcher.search_with([query], parsed)[0][0]
+    return searcher.search_with([query], parsed, load_rerankers(rerank))[0][0]
 
 
 def without(uris: dict[str, str], name: str) -> dict[str, Any]:
@@ -167,6 +181,38 @@ def test_equals_in_process_search(client, uris, join, options):
         ("single", "one", "full", None),
     ]
     assert {"both.tokens", "both.few", "both.single", "total"} <= set(response.durations_ms)
+
+
+@pytest.mark.parametrize("join", ["item", "parent"])
+def test_reranked_hits_equal_in_process_search(client, uris, texts, join):
+    stages = [{"name": "texts"}, {"name": "texts", "top": 2, "add_first_stage": True}]
+    rerank = [texts, {**texts, "top": 2, "add_first_stage": True}]
+    options = {"index": "both", "join": join, "explain": "matches", "k": 3}
+    for query in QUERIES:
+        response = client.search(query, rerank=stages, **options)
+        expected = in_process(uris, query, {"join": join}, rerank=rerank, k=3)
+        for hit, other in zip(response.hits, expected, strict=True):  # batches have other sizes
+            scores = hit.score, hit.rerank.score
+            assert scores == pytest.approx((other.score, other.rerank.score), abs=1e-5)
+            changes = {"score": hit.score, "rerank": hit.rerank}
+            assert hit == other.model_copy(update=changes)
+        assert response.reranked and response.durations_ms["texts"] > 0
+        assert response.warnings == hit_truncation_warnings([query], [expected])
+    batch = client.search_batch(QUERIES, rerank=stages, **options).results
+    assert [hit.item_id for hit in batch[-1]] == [hit.item_id for hit in expected]
+
+
+def test_a_reranker_that_fails(client, server, uris, monkeypatch):
+    monkeypatch.setattr(server.stages.models["one"]._stage, "read", lack)
+    stage = {"name": "texts"}
+    with pytest.raises(ServerError, match="texts is overloaded") as caught:
+        client.search("heat", index="both", rerank=stage)
+    assert caught.value.status == 503
+    response = client.search(
+        "heat", index="both", rerank={**stage, "optional": True}, explain="matches"
+    )
+    assert response.warnings == ["not reranked: texts is overloaded"] and not response.reranked
+    assert response.hits == in_process(uris, "heat") and ("degraded", "texts") in server.events
 
 
 def test_hits_name_the_members_that_found_them(client):
@@ -254,7 +300,19 @@ def test_a_member_that_fails_to_describe_its_hits(client, server, uris, monkeypa
         ({"k": 51}, "k", "k must be at most 50, got 51"),
         ({"score": "hybrid"}, "score", "score must be set in the members of the federation, got"),
         ({"group_by": "parent"}, "group_by", "group_by must be null; set `join` to parent, got"),
-        ({"rerank": {}}, "rerank", "rerank must be null for a federation, got"),
+        ({"rerank": {}}, "rerank.name", "rerank.name must be the name of a reranker for a fede"),
+        ({"rerank": {"name": "x"}}, "rerank.name", "rerank.name must be one of texts, other, got"),
+        (
+            {"rerank": {"name": "other"}},
+            "rerank.name",
+            "rerank.name must be the same model in all indexes, got 'other', which differs in two",
+        ),
+        ({"rerank": {"name": "texts", "top": 51}}, "rerank.top", "rerank.top must be at most 50"),
+        (
+            {"rerank": {"name": "texts"}, "query": {"vectors": [[1, 2]]}},
+            "query",
+            "query must be a text or an image for texts, got 'vectors'",
+        ),
         ({"query": {"item": "heat"}}, "query", "query must be a text, an image, both, or vectors"),
         ({"query": " "}, "query", "query must be a text with at least one word, got ' '"),
         ({"query": {"vectors": [[1, 2]]}}, "query", "query must be vectors of dimension 384, got"),
@@ -312,6 +370,7 @@ def test_other_requests_need_an_index(http, method, path, body):
 def test_federations_are_listed_for_keys_that_can_access_all_indexes(server, http):
     both, strict, _ = http.get("/v1/indexes").json()["federations"]
     assert (both["name"], both["join"]) == ("both", "item") and strict["name"] == "strict"
+    assert both["rerankers"] == ["texts", "other"]
     assert both["members"][1] == {
         "name": "few",
         "index": "two",
@@ -351,3 +410,6 @@ def test_a_member_whose_dataset_is_deleted(client, uris):
     reason = "the server cannot currently read the index"
     assert response.degraded and response.warnings == [f"member three is left out: {reason}"]
     assert response.hits and all(hit.members[0].member == "one" for hit in response.hits)
+    reranked = client.search(query, index="deleted", rerank={"name": "texts"})
+    assert reranked.reranked and reranked.degraded and reranked.warnings[0] == response.warnings[0]
+    assert {hit.item_id for hit in reranked.hits} == {hit.item_id for hit in response.hits}

@@ -174,7 +174,7 @@ def _sample_and_queries(
     )
     if spec.benchmark is None:
         return draw(), None
-    judged = BENCHMARKS.build(spec.benchmark).load()
+    judged = BENCHMARKS.build(spec.benchmark).load().located([index], spec.filter)
     level = judged_level(index, judged, spec.judged, spec.filter)
     rng = np.random.default_rng(spec.seed)
     query_ids = list(judged.queries)

@@ -69,6 +69,7 @@ def _render(template: str, **values: Any) -> str:
         "scanned_rows": scanned_rows,
         "method": method,
         "document_category_metrics": document_category_metrics,
+        "highest_mean": lambda evaluation, name: max(r.means[name] for r in evaluation.results),
         "highlight": highlight,
         "p_equals": p_equals,
         "p_value": p_value,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pipeline.eval.moments import moment_measure
 from pipeline.eval.results import BM25, FULL, QUALITY_THRESHOLD, Evaluation, Result, RowComparison
 from pipeline.runtime.text import p_equals, percentage
 
@@ -103,6 +104,8 @@ def measure_description(measure: str) -> str:
     >>> measure_description("P@5"), measure_description("Bpref")
     ('fraction of the first 5 results that are relevant', '')
     """
+    if moment := moment_measure(measure):
+        return moment.description
     name, _, cutoff = measure.partition("@")
     name, _, settings = name.partition("(")
     results = f"the first {cutoff} results" if cutoff else "the results"

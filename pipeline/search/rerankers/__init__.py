@@ -20,6 +20,7 @@ from pipeline.index.reader import IndexReader
 from pipeline.registry import RERANKERS
 from pipeline.schema import DEFAULT_RERANK_DEPTH
 from pipeline.search.query import AnyQueries, readable_queries
+from pipeline.search.rerankers.contents import NO_TEXT
 from pipeline.search.results import RerankScore
 from pipeline.search.score import Ranking
 
@@ -29,7 +30,6 @@ QUERY_BATCH = 64
 OPTIONS = ("top", "add_first_stage", "label")
 #: Interval between lines of progress, in seconds.
 PROGRESS_SECONDS = 10.0
-NO_TEXT, NO_IMAGE = "has no text", "has no readable image"
 
 
 class RerankerSpec(ComponentSpec):
@@ -60,6 +60,19 @@ class Source(Protocol):
 
     def encoder(self, representation: str) -> Encoder:
         """Returns the query encoder of a representation."""
+
+
+class Sources(ABC):
+    """Several indexes whose items are reranked together, such as those of a federation."""
+
+    @abstractmethod
+    def score(
+        self,
+        reranker: Reranker[Any],
+        queries: Sequence[str | bytes],
+        candidates: Sequence[list[str]],
+    ) -> list[dict[str, RerankScore]]:
+        """Scores candidates, each by its content in one of the indexes. See `Reranker.score`."""
 
 
 @dataclass
@@ -160,7 +173,7 @@ class Reranker(ABC, Generic[RerankerSpecT]):
 
     def rerank(
         self,
-        source: Source,
+        source: Source | Sources,
         queries: Sequence[str | bytes],
         rankings: Sequence[Ranking],
         k: int,
@@ -168,7 +181,7 @@ class Reranker(ABC, Generic[RerankerSpecT]):
         """Reranks the results of each query and returns the k best items.
 
         Args:
-            source: Index of the items, with its query encoders.
+            source: Index of the items, with its query encoders, or several.
             queries: Either texts or images.
             rankings: Rankings of the stage before with at least `top` items each, if the index has
                 that many.
@@ -180,7 +193,10 @@ class Reranker(ABC, Generic[RerankerSpecT]):
         scores: list[dict[str, RerankScore]] = []
         for first in range(0, len(queries), QUERY_BATCH):
             batch = slice(first, first + QUERY_BATCH)
-            scores += self.score(source, queries[batch], candidates[batch])
+            if isinstance(source, Sources):
+                scores += source.score(self, queries[batch], candidates[batch])
+            else:
+                scores += self.score(source, queries[batch], candidates[batch])
             is_last, now = len(scores) == len(queries), time.perf_counter()
             if self.report is not None and not is_last and now - reported > PROGRESS_SECONDS:
                 reported = now
@@ -236,7 +252,7 @@ def load_rerankers(
 
 def rerank_in_turn(
     rerankers: Sequence[Reranker[Any]],
-    source: Source,
+    source: Source | Sources,
     queries: Sequence[str | bytes],
     rankings: Sequence[Ranking],
     k: int,

@@ -31,13 +31,12 @@ from pipeline.index.listing import chunks
 from pipeline.index.reader import IndexReader
 from pipeline.search.previews import Previews
 from pipeline.search.rerankers import (
-    NO_IMAGE,
-    NO_TEXT,
     OPTIONS,
     Reranker,
     RerankerSpec,
     Source,
 )
+from pipeline.search.rerankers.contents import NO_IMAGE, NO_TEXT
 from pipeline.search.results import RerankScore
 
 #: Fields that do not affect the score of a pair.
@@ -77,8 +76,8 @@ class Blip(Reranker["Blip.Spec"]):
         # The tower scores no pairs.
         parts: Any = self._model.text_encoder, self._model.itm_head
         self.num_parameters = sum(p.numel() for part in parts for p in part.parameters())
-        self._features: dict[str, torch.Tensor] = {}  # of the items of one index
-        self._index: str | None = None
+        #: By the URI of the index and the item id.
+        self._features: dict[tuple[str, str], torch.Tensor] = {}
 
     @classmethod
     def check_spec(cls, spec: Spec) -> None:
@@ -124,9 +123,8 @@ class Blip(Reranker["Blip.Spec"]):
         self, index: IndexReader, item_ids: Sequence[str]
     ) -> dict[str, torch.Tensor]:
         """Returns the states of the vision tower (N, D) of the items with an image, by id."""
-        if index.uri != self._index:
-            self._features, self._index = {}, index.uri
-        features = {i: self._features[i] for i in item_ids if i in self._features}
+        cached = self._features
+        features = {i: cached[index.uri, i] for i in item_ids if (index.uri, i) in cached}
         previews, images = Previews(index), {}
         for item_id in item_ids:
             if item_id not in features:
@@ -136,9 +134,9 @@ class Blip(Reranker["Blip.Spec"]):
         for batch in chunks(images, IMAGE_BATCH):
             opened = [Image.open(io.BytesIO(images[i])).convert("RGB") for i in batch]
             new |= zip(batch, self._encode_images(opened), strict=True)
-        if len(self._features) + len(new) > MAX_CACHED:
-            self._features.clear()
-        self._features |= itertools.islice(new.items(), MAX_CACHED)
+        if len(cached) + len(new) > MAX_CACHED:
+            cached.clear()
+        cached |= {(index.uri, i): new[i] for i in itertools.islice(new, MAX_CACHED)}
         return {**features, **new}
 
     @torch.inference_mode()

@@ -17,6 +17,20 @@ from pipeline.search.previews import Previews
 TimedImage = tuple[Image.Image, float, float]
 #: Maximum number of items whose images are in memory at the same time.
 MAX_ITEMS = 32
+#: Reasons why an item cannot be read.
+NO_TEXT, NO_IMAGE = "has no text", "has no readable image"
+TEXT_COLUMNS = ("text", "caption")
+
+
+def has_content(index: IndexReader, problem: str) -> bool:
+    """Checks whether any item lacks a problem: `NO_TEXT` or `NO_IMAGE`. Others are not checked."""
+    stored = [f"{name} <> ''" for name in TEXT_COLUMNS if name in index.schema.names]
+    filters = {
+        NO_TEXT: " OR ".join(stored),
+        NO_IMAGE: "modality NOT IN ('text', 'audio', 'vectors')",
+    }
+    condition = filters.get(problem)
+    return any(batch.num_rows for batch in index.batches(["item_id"], filter=condition))
 
 
 def item_texts(index: IndexReader, item_ids: Iterable[str]) -> dict[str, str]:
@@ -27,7 +41,7 @@ def item_texts(index: IndexReader, item_ids: Iterable[str]) -> dict[str, str]:
     unique = sorted(set(item_ids))
     if not unique:
         return {}
-    columns = ["item_id", *(name for name in ("text", "caption") if name in index.schema.names)]
+    columns = ["item_id", *(name for name in TEXT_COLUMNS if name in index.schema.names)]
     texts = {}
     for row in index.items(unique, columns).to_pylist():
         text = row.get("text") or row.get("caption")

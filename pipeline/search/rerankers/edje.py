@@ -32,7 +32,8 @@ from pipeline.index.reader import IndexReader
 from pipeline.registry import ENCODERS
 from pipeline.schema import Precision
 from pipeline.search.query import AnyQueries
-from pipeline.search.rerankers import NO_TEXT, Reranker, RerankerSpec, Source
+from pipeline.search.rerankers import Reranker, RerankerSpec, Source
+from pipeline.search.rerankers.contents import NO_TEXT
 from pipeline.search.results import RerankScore
 from pipeline.tokens import flat_from_arrow, pad
 

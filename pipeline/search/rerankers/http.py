@@ -26,8 +26,8 @@ from pipeline.encoders.endpoint import (
 )
 from pipeline.encoders.images import png_file
 from pipeline.index.listing import chunks
-from pipeline.search.rerankers import NO_IMAGE, NO_TEXT, OPTIONS, Reranker, RerankerSpec, Source
-from pipeline.search.rerankers.contents import ItemImages, item_texts
+from pipeline.search.rerankers import OPTIONS, Reranker, RerankerSpec, Source
+from pipeline.search.rerankers.contents import NO_IMAGE, NO_TEXT, ItemImages, item_texts
 from pipeline.search.results import RerankScore
 
 #: Fields that do not affect the score of a pair.

@@ -30,8 +30,8 @@ from pipeline.encoders.model_inputs import ModelInput, collate
 from pipeline.encoders.qwen_model import positioned
 from pipeline.encoders.qwen_reader import QwenReader, SequenceWriter
 from pipeline.encoders.qwen_spec import Preprocessing
-from pipeline.search.rerankers import NO_IMAGE, NO_TEXT, OPTIONS, Reranker, RerankerSpec, Source
-from pipeline.search.rerankers.contents import ItemImages, TimedImage, item_texts
+from pipeline.search.rerankers import OPTIONS, Reranker, RerankerSpec, Source
+from pipeline.search.rerankers.contents import NO_IMAGE, NO_TEXT, ItemImages, TimedImage, item_texts
 from pipeline.search.results import RerankScore
 from pipeline.tokens import SPECIAL, TEXT
 

@@ -172,7 +172,7 @@ function chosenOptions(state, representation) {
 }
 
 /** Controls that do not apply to a federation, whose members set their values. */
-const MEMBER_CONTROLS = ["rep", "rerank", "score", "candidates", "depth", "negative"];
+const MEMBER_CONTROLS = ["rep", "score", "candidates", "negative"];
 
 /**
  * Returns a federation with the fields of an index that the page needs. Items are no queries: the

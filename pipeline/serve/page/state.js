@@ -116,8 +116,8 @@ export function searchBody(state, attachment = null, side = "a") {
 }
 
 /** Returns the body of a search of a federation: its members set the representations and scores. */
-export function federatedBody({ query, index, k, filter, ids, group_by: group }) {
-  const body = { query, index, k, filter, ids, explain: "matches" };
+export function federatedBody({ query, index, k, filter, ids, rerank, group_by: group }) {
+  const body = { query, index, k, filter, ids, rerank, explain: "matches" };
   return group ? { ...body, join: group } : body;
 }
 

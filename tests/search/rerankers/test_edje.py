@@ -28,7 +28,7 @@ from pipeline.eval.views import depth_scans
 from pipeline.index.reader import IndexReader
 from pipeline.schema import Composed
 from pipeline.search.map_sheets import HIT_STEP
-from pipeline.search.rerankers import NO_TEXT
+from pipeline.search.rerankers.contents import NO_TEXT
 from pipeline.search.rerankers.edje import NO_TOKENS
 from pipeline.search.searcher import open_index
 from pipeline.search.sharded import ShardedSearcher

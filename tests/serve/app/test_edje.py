@@ -21,7 +21,7 @@ from pipeline import Composed
 from pipeline.config import SpecError, parse
 from pipeline.index.reader import IndexReader
 from pipeline.search.options import Rerank
-from pipeline.search.rerankers import NO_TEXT
+from pipeline.search.rerankers.contents import NO_TEXT
 from pipeline.search.rerankers.edje import NO_TOKENS
 from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher, open_index

@@ -8,8 +8,8 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 53_140,
-    "lines of code outside unit tests": 70_030,
+    "lines of code in pipeline/ and jobs/": 53_141,
+    "lines of code outside unit tests": 70_032,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 8,
@@ -18,8 +18,8 @@ LIMITS = {
     "verbs": 13,
     "flags of verbs": 123,
     "benches": 26,
-    "spec fields": 857,
-    "HTTP fields": 236,
+    "spec fields": 856,
+    "HTTP fields": 237,
     "shipped specs": 29,
     "modules with one importer": 86,
     "places that compose errors": 564,

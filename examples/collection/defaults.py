@@ -49,10 +49,12 @@ RECOMMENDED = re.compile(r"(full|(hpool|kcenter|samer|spatial)_\d+)_int8\.maxsim
 REQUIRED, SHARES = (0.9, 0.95, 0.98), (0.0, 0.8, 0.95)
 #: Minimum number of queries of a case of `regret` in each half, and of a language.
 MIN_CASE = 25
+#: Methods of the plot.
+PLOTTED = ("kcenter", "hpool", "attention_clustering", "samer")
 #: Rows in which encoders are compared.
 COMPARED = ("full_int8.maxsim", PRESENT, "kcenter_8_int8.maxsim", "single_vector")
-#: Row of the uncompressed vectors, in float16 if it was measured.
-REFERENCES = ("full.maxsim", "full_int8.maxsim")
+#: Row of the uncompressed vectors, in float16 if it was measured, or of those of the index.
+REFERENCES = ("full.maxsim", "full_int8.maxsim", "hpool_32.maxsim", "hpool_32_int8.maxsim")
 
 
 class Rows(NamedTuple):
@@ -276,7 +278,13 @@ def report(spec: StudySpec, table: Path | None) -> Iterator[str]:
         yield from _front(found)
     if table is not None:
         write(table, collections)
-        plot(table.with_suffix(".png"), collections)
+        shown = {
+            name: found
+            for name, found in collections.items()
+            if spec.collections[name].representation == "full"
+            and not spec.collections[name].against
+        }
+        plot(table.with_suffix(".png"), shown)
 
 
 def _alternatives(name: str, rows: Rows) -> Iterator[str]:
@@ -336,26 +344,24 @@ def plot(path: Path, collections: dict[str, Rows]) -> None:
     """Draws nDCG@10 on `prove` against bytes per item, one panel per collection."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * len(collections), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(collections), squeeze=False)[0]
-    for panel, (name, rows) in zip(panels, collections.items(), strict=True):
-        series: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for row, values_Q in zip(rows.names, rows.values[:, rows.is_prove], strict=True):
-            representation, _, score = row.partition(".")
-            found = re.fullmatch(r"(\w+?)_(\d+)_(int8|bits_1)", representation)
-            if found and score == "maxsim":
-                point = (float(rows.bytes[rows.names.index(row)]), float(values_Q.mean()))
-                series.setdefault((found[1], found[3]), []).append(point)
-        methods = list(dict.fromkeys(method for method, _ in series))
-        for (method, codec), points in series.items():
-            style = "o-" if codec == "int8" else "s:"
-            color = f"C{methods.index(method)}"
-            panel.plot(*zip(*sorted(points), strict=True), style, ms=3, color=color, label=method)
+    columns = min(3, len(collections))
+    lines = -(-len(collections) // columns)
+    figure = Figure(figsize=(4 * columns, 3.2 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).flat
+    for (name, rows), panel in zip(collections.items(), panels, strict=False):
+        for number, method in enumerate(PLOTTED):
+            for codec, style in (("int8", "o-"), ("bits_1", "s:")):
+                pattern = re.compile(rf"{method}_\d+_{codec}\.maxsim")
+                found = [n for n, row in enumerate(rows.names) if pattern.fullmatch(row)]
+                found.sort(key=lambda row: rows.bytes[row])
+                values_R = rows.values[found][:, rows.is_prove].mean(axis=1)
+                settings = {"ms": 3, "color": f"C{number}", "label": method}
+                panel.plot(rows.bytes[found], values_R, style, **settings)
         panel.axhline(rows.values[rows.names.index(reference(rows)), rows.is_prove].mean(), lw=0.8)
         panel.set(xscale="log", xlabel="bytes per item", ylabel="nDCG@10", title=name)
-    handles, labels = panels[0].get_legend_handles_labels()
-    by_label = dict(zip(reversed(labels), reversed(handles), strict=True))
-    panels[0].legend(by_label.values(), by_label, fontsize=7)
+    for panel in panels:
+        panel.set_axis_off()
+    figure.axes[0].legend(*(x[::2] for x in figure.axes[0].get_legend_handles_labels()), fontsize=7)
     figure.savefig(path, dpi=150)
 
 

@@ -184,7 +184,8 @@ def test_collection_has_queries_of_all_kinds_with_answers(tmp_path, recipe, caps
 def test_slices_contain_the_smaller_ones(tmp_path, recipe, monkeypatch):
     monkeypatch.setitem(SLICES, "1k", Slice(20, 1))
     monkeypatch.setitem(SLICES, "10k", Slice(45, 4))
-    rows, answers = {}, {}
+    rows: dict[str, list[str]] = {}
+    answers: dict[str, set[str]] = {}
     build(tmp_path / "data", ["1k", "10k"], recipe)
     for name in ("1k", "10k"):
         folder = tmp_path / "data" / name

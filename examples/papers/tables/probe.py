@@ -188,14 +188,14 @@ class Judged(NamedTuple):
     def only(self, query: str, document: str) -> JudgedQueries:
         """Returns one query with one relevant document."""
         judged = self.queries
-        images, vectors = judged.images, judged.vectors
+        vectors = judged.vectors
         return replace(
             judged,
             queries={query: judged.queries[query]},
             qrels={query: {document: 1}},
             categories={},
             vectors=vectors and {query: vectors[query]},
-            images={query: images[query]} if images is not None and query in images else None,
+            media={p: {query: f[query]} for p, f in judged.media.items() if query in f},
             pools=judged.pools and {query: [document]},
         )
 

@@ -195,7 +195,7 @@ class Judged(NamedTuple):
             qrels={query: {document: 1}},
             categories={},
             vectors=vectors and {query: vectors[query]},
-            media={p: {query: files[query]} for p, files in judged.media.items() if query in files},
+            media={p: {query: f[query]} for p, f in judged.media.items() if query in f},
             pools=judged.pools and {query: [document]},
         )
 

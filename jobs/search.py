@@ -29,7 +29,7 @@ matches and passages, see docs/concepts/explanations.md.
 N shards and searches each in a Ray actor.
 
 --candidates scores only the items that a candidate generator of `maxray add` finds, or several
-generators joined by + or :. The search is faster and may miss hits.
+generators joined by +. The search is faster and may miss hits.
 
 --score fused combines the rankings by MaxSim and BM25, which requires `maxray add candidates INDEX
 bm25`. --fusion sets its weights, which it requires; `jobs.evaluate --fit-fusion` fits them to

@@ -82,7 +82,7 @@ class CandidatesSpec(Spec):
 
     generator: str
     """Name of the generator that `maxray add candidates` built, `single` for the single vectors, or
-    several joined by `+` or `:`."""
+    several joined by `+`."""
     representation: str | None = None
     """Representation that is searched, or null for `full` if it is evaluated, else the first
     one."""

@@ -162,7 +162,7 @@ class SearchOptions(Spec):
     parents: Ids = None
     """Ids of the parents whose items are searched. If null, all items are searched."""
     candidates: str = AUTO
-    """Candidate generator of the representation, or several joined by `+` or `:`, which find the
+    """Candidate generator of the representation, or several joined by `+`, which find the
     items that are scored; `exact` scores all items. A search with candidates is faster and may miss
     hits. Items without a code of a generator are always scored, and all items if fewer than `k` are
     found. `auto` is `lemur` for the score `maxsim` on a CPU if it was built and the index has more

@@ -18,6 +18,9 @@ from pipeline.search.packed import PackedVectors
 
 #: Number of centroids that the search of the graph keeps beside the probed ones.
 EXTRA = 16
+#: Factor by which the number of probed lists grows for queries with too few items, until there are
+#: at least this many.
+MORE_PROBES, MAX_PROBES = 4, 1024
 
 
 class Scratch(NamedTuple):
@@ -68,6 +71,41 @@ class Lists:
     def num_lists(self) -> int:
         """Number of lists C."""
         return self._graph.ntotal
+
+    def find(
+        self,
+        queries: Sequence[torch.Tensor],
+        num_probes: int,
+        rows: np.ndarray | None = None,
+        num: int = 0,
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the result of `search` for the items `rows`, or for all.
+
+        More lists are probed for queries with fewer than `num` items, for example if a filter
+        selects items that are unlike the query.
+        """
+        is_selected = None
+        if rows is not None:
+            is_selected = np.zeros(self._num_items, bool)
+            is_selected[rows] = True
+        found = []
+        for items, scores in self.search(queries, num_probes):
+            chosen = slice(None) if is_selected is None else is_selected[items]
+            found.append((items[chosen], scores[chosen]))
+        few = [number for number, (items, _) in enumerate(found) if len(items) < num]
+        if few and num_probes < min(MAX_PROBES, self.num_lists):
+            tokens = [queries[number] for number in few]
+            more = self.find(tokens, MORE_PROBES * num_probes, rows, num)
+            for number, pair in zip(few, more, strict=True):
+                found[number] = pair
+        return found
+
+    def scores(self, queries: Sequence[torch.Tensor], num_probes: int) -> Iterator[np.ndarray]:
+        """Yields the scores (B,) of all items, which are 0 for those that are not found."""
+        for items, scores in self.search(queries, num_probes):
+            scores_B = np.zeros(self._num_items, np.float32)
+            scores_B[items] = scores
+            yield scores_B
 
     def search(
         self, queries: Sequence[torch.Tensor], num_probes: int

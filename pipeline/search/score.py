@@ -63,9 +63,6 @@ SLICE_PAIRS = 1 << 27
 #: Maximum number of selected items that are all scored although a candidate generator is requested.
 #: On two cores, 4,096 items of 32 int8 vectors take as long as 500 candidates of `lemur`.
 EXACT_ITEMS = 4096
-#: Factor by which the number of probed lists grows for queries with too few items, until there are
-#: at least this many.
-MORE_PROBES, MAX_PROBES = 4, 1024
 #: Number of prefixes whose views are cached. A view holds two offsets per item, and clients may
 #: request any prefix.
 MAX_PREFIXES = 16
@@ -420,37 +417,13 @@ class Scorer:
         groups = self._items.parent_codes if options.group_by else None
         approximate: Iterable[tuple[np.ndarray, np.ndarray]]
         if generator == IVF:
-            approximate = self._probe(column, queries.tokens, coded, num_probes, num)
+            approximate = self.lists(column).find(queries.tokens, num_probes, coded, num)
         else:
             approximate = self._approximate(generator, column, queries, coded, num, groups)
         found = [np.sort(best_rows(scores, items, num, groups)) for items, scores in approximate]
         if len(uncoded):
             more = uncoded if rows is None else np.intersect1d(uncoded, rows)
             found = [np.union1d(candidates, more) for candidates in found]
-        return found
-
-    def _probe(
-        self, column: str, queries: list[torch.Tensor], rows: Rows, num_probes: int, num: int = 0
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the items in the probed lists of each query, and their scores.
-
-        More lists are probed for queries with fewer than `num` items, for example if a filter
-        selects items that are unlike the query.
-        """
-        lists, is_selected = self.lists(column), None
-        if rows is not None:
-            is_selected = np.zeros(len(self._items), bool)
-            is_selected[rows] = True
-        found = []
-        for items, scores in lists.search(queries, num_probes):
-            chosen = slice(None) if is_selected is None else is_selected[items]
-            found.append((items[chosen], scores[chosen]))
-        few = [number for number, (items, _) in enumerate(found) if len(items) < num]
-        if few and num_probes < min(MAX_PROBES, lists.num_lists):
-            tokens = [queries[number] for number in few]
-            more = self._probe(column, tokens, rows, MORE_PROBES * num_probes, num)
-            for number, pair in zip(few, more, strict=True):
-                found[number] = pair
         return found
 
     def _approximate(
@@ -500,9 +473,9 @@ class Scorer:
             tokens = self._code_queries(column, queries)
             each = _maxsim(tokens, self.packed(column), None).numpy(force=True)
         else:
-            lowest_B = np.where(self.packed(column).is_coded, 0, -np.inf).astype(np.float32)
-            probed = self._probe(column, queries.tokens, None, num_probes)
-            each = (_with_scores(lowest_B, *found) for found in probed)
+            is_coded = self.packed(column).is_coded
+            found = self.lists(column).scores(queries.tokens, num_probes)
+            each = (np.where(is_coded, scores_B, -np.inf) for scores_B in found)
         ranks = []
         for scores_B, items in zip(each, rows, strict=True):
             num_below = np.searchsorted(np.sort(scores_B), scores_B[items])
@@ -609,12 +582,6 @@ class _Scores(NamedTuple):
         """Returns the scores of a query, or those that an index selects, as NumPy arrays."""
         parts = (None if part is None else part[index] for part in self)
         return _Scores(*(p.numpy(force=True) if isinstance(p, torch.Tensor) else p for p in parts))
-
-
-def _with_scores(scores_B: np.ndarray, items: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    scores_B = scores_B.copy()
-    scores_B[items] = scores
-    return scores_B
 
 
 def _shortlists(

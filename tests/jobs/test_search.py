@@ -387,8 +387,8 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
         (["--candidates", "lemur"], "candidates must be one of exact, single, got 'lemur', which "
          "was not built for full; build it with `maxray add candidates INDEX GENERATOR` for "
          "full"),
-        (["--candidates", "single+lemur"], "candidates must be generators of single, joined by "
-         "+, got 'single+lemur', which contains 'lemur', which was not built for full; build it "
+        (["--candidates", "single+lemur"], "candidates must be generators of single, joined by +, "
+         "got 'single+lemur', which contains 'lemur', which was not built for full; build it "
          "with `maxray add candidates INDEX GENERATOR` for full"),
         (["--score", "fused"], "fusion.weights must be set for the score fused, got None; fit them "
          "with `maxray evaluate SPEC --fit-fusion fusion.yaml`"),
@@ -456,8 +456,8 @@ def test_requires_exactly_one_kind_of_query(index_uri, arguments, capsys):
         search.main([index_uri, *arguments])
     assert exit.value.code == 2
     assert capsys.readouterr().err == (
-        "error: exactly one of these is required: QUERY, --image, --audio or --video, or a "
-        "combination of these; --queries; or --query-vectors; see --help\n"
+        "error: exactly one of these is required: QUERY with or without --image, --image, --queries"
+        " or --query-vectors; see --help\n"
     )
 
 

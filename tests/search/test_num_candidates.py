@@ -7,7 +7,7 @@ import pytest
 
 from pipeline import Index
 from pipeline.index.reader import IndexReader
-from pipeline.search import score
+from pipeline.search import lists, score
 from pipeline.search.candidates import DEPTHS, Numbers
 from pipeline.search.num_candidates import NUM_QUERIES, PROBES, measure, split_queries
 
@@ -77,14 +77,12 @@ def test_numbers_of_lists_have_the_wanted_recall(index, monkeypatch):
     given, column = queries(12), "full_ivf_1_candidates"
     numbers = measure(index.reader, column, given, recall=0.9)
     exact = index.searcher.rank(given, k=100, candidates="exact")
-    lists = index.searcher.scorer.lists(column)
+    opened = index.searcher.scorer.lists(column)
     assert numbers.probes is not None and set(numbers.probes) <= set(PROBES)
     for depth, count, probes in zip(DEPTHS, numbers.counts, numbers.probes, strict=True):
         ranks = []
         tokens = index.searcher.queries(given).tokens
-        for ranking, (items, scores) in zip(exact, lists.search(tokens, probes), strict=True):
-            all_scores = np.zeros(NUM_ITEMS)
-            all_scores[items] = scores
+        for ranking, all_scores in zip(exact, opened.scores(tokens, probes), strict=True):
             ranks += [(all_scores >= all_scores[row]).sum() for row in ranking.rows[:depth]]
         assert count == np.sort(ranks)[int(0.9 * len(ranks)) - 1] < NUM_ITEMS
     stored = index.reader.candidates_columns[column].numbers
@@ -108,7 +106,7 @@ def test_more_lists_are_probed_for_items_unlike_the_query(index, monkeypatch):
         return float(np.mean(shares))
 
     found = recall()
-    monkeypatch.setattr(score, "MAX_PROBES", 0)
+    monkeypatch.setattr(lists, "MAX_PROBES", 0)
     assert recall() + 0.2 < found > 0.5
 
 

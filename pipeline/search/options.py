@@ -165,16 +165,17 @@ class SearchOptions(Spec):
     parents: Ids = None
     """Ids of the parents whose items are searched. If null, all items are searched."""
     candidates: str = AUTO
-    """Candidate generator of the representation, or several joined by `+`, which find the
-    items that are scored; `exact` scores all items. A search with candidates is faster and may miss
-    hits. Items without a code of a generator are always scored, and all items if fewer than `k` are
+    """Candidate generator of the representation, or several joined by `+`, which find the items
+    that are scored; `exact` scores all items. A search with candidates is faster and may miss hits.
+    Items without a code of a generator are always scored, and all items if fewer than `k` are
     found. `auto` is `ivf` or else `lemur` for the score `maxsim` on a CPU if it was built and the
-    index has more than about 2 million vectors, otherwise `exact`. A server may have another default."""
+    index has more than about 2 million vectors, otherwise `exact`. A server may have another
+    default."""
     num_candidates: int | None = Field(None, ge=1)
-    """Number of candidates per query, shard and generator, at least `k`. A generator before `:`
-    finds 32 times as many. Default: the number that was measured for the wanted recall when the
-    generator was built, unless the settings of a server name another. For former columns, it is the
-    largest of 1,000, 16 `k` and, without `:`, a fortieth of the items."""
+    """Number of candidates per query, shard and generator, at least `k`. Default: the number that
+    was measured for the wanted recall when the generator was built, unless the settings of a server
+    name another. For former columns, it is the largest of 1,000, 16 `k` and a fortieth of the
+    items."""
     rerank: RerankStages = None
     """Reranking of the hits: a stage, or several in a row. If null, hits are not reranked."""
     explain: Literal["matches", "map"] | None = None

@@ -83,7 +83,7 @@ def test_encoder_with_a_shared_direction(cluster, tmp_path):
     index = Index(given["index"])
     assert mean_cosine(index.reader, "full_float32") == pytest.approx(0.95, abs=0.01)
     for name in ("full_float32", "full_bits_1"):
-        index.add_candidates("ivf", representation=name)
+        index.add_candidates({"name": "ivf", "num_centroids": 1024}, representation=name)
     queries = [" ".join(item.split("_")[:4]) for item in items[::20]]
     for name in ("full_bits_1", "full_int8"):
         assert first(index, queries, name) == items[::20]

@@ -8,8 +8,8 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 52_927,
-    "lines of code outside unit tests": 69_805,
+    "lines of code in pipeline/ and jobs/": 52_936,
+    "lines of code outside unit tests": 69_814,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 8,

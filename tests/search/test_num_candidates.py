@@ -112,7 +112,7 @@ def test_more_lists_are_probed_for_items_unlike_the_query(index, monkeypatch):
     assert recall() + 0.2 < found > 0.5
 
 
-@pytest.mark.parametrize(("num_lemur", "expected"), [(400, "lemur"), (4000, "ivf")])
+@pytest.mark.parametrize(("num_lemur", "expected"), [(400, "lemur"), (8000, "ivf")])
 def test_the_default_generator_has_the_lower_estimated_time(
     index, num_lemur, expected, monkeypatch
 ):

@@ -14,16 +14,18 @@ if TYPE_CHECKING:  # imports Lance
 #: Value of the option `candidates` that chooses by the size of the index, see `default_candidates`,
 #: and value that scores all items.
 AUTO, EXACT = "auto", "exact"
-#: Generators that are used by default, the second one if the first was not built.
+#: Generators that are used by default.
 IVF, LEMUR = "ivf", "lemur"
 #: Maximum number of vectors that are all scored by default. On two cores, 2 million vectors take 25
 #: ms with AVX-512 and 117 ms with AVX2, and the search with `lemur` 5 and 13 ms.
 EXACT_VECTORS = 2_000_000
 #: Default number of probed lists per query token of `ivf`, if it was not measured.
 DEFAULT_PROBES = 32
-#: CPU times in microseconds with AVX-512 of a probed list, and of the exact score of a vector of a
-#: candidate (docs/results/candidates.md).
-PROBE_TIME, VECTOR_TIME = 1.7, 0.035
+#: CPU times in microseconds with AVX-512 of a probed list, of the exact score of a vector of a
+#: candidate, and of scanning a code of `lemur` (docs/results/candidates.md).
+PROBE_TIME, VECTOR_TIME, SCAN_TIME = 1.7, 0.035, 0.015
+#: Number of tokens of a query for which times are estimated.
+QUERY_TOKENS = 16
 #: Vectors of an item whose number is not fixed, as an estimate: the tokens of a passage of text.
 VECTORS_PER_ITEM = 200
 #: Generator that scores the single vectors of the items. It needs no column of codes.
@@ -122,11 +124,20 @@ def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:
 def default_candidates(index: IndexReader, info: RepresentationInfo, device: str = "cpu") -> str:
     """Returns the default of the option `candidates` for the score `maxsim`.
 
-    It is `ivf`, or else `lemur`, if that was built and an exact search is slow: on a CPU, above
-    `EXACT_VECTORS` vectors. A GPU scores 16 million vectors in 15 ms.
+    If an exact search is slow (on a CPU, above `EXACT_VECTORS` vectors), it is the one of `ivf` and
+    `lemur` with the lower estimated time, if any was built. A GPU scores 16 million vectors in 15
+    ms.
     """
     built = generators(index, info) if _is_slow(index, info, device) else {}
-    return next((name for name in (IVF, LEMUR) if name in built), EXACT)
+    times = {}
+    for name in [name for name in (IVF, LEMUR) if name in built]:
+        num_candidates, num_probes = numbers_for(index, built[name], DEPTHS[0], None)
+        item_vectors = info.num_vectors or VECTORS_PER_ITEM
+        times[name] = ivf_time(num_probes, QUERY_TOKENS, num_candidates, item_vectors)
+        if name == LEMUR:
+            scan_time = SCAN_TIME * len(index)
+            times[name] = scan_time + VECTOR_TIME * num_candidates * item_vectors
+    return min(times, key=times.__getitem__, default=EXACT)
 
 
 def slow_search_hint(

@@ -83,12 +83,12 @@ def test_encoder_with_a_shared_direction(cluster, tmp_path):
     index = Index(given["index"])
     assert mean_cosine(index.reader, "full_float32") == pytest.approx(0.95, abs=0.01)
     for name in ("full_float32", "full_bits_1"):
-        index.add_candidates("bits", representation=name)
+        index.add_candidates({"name": "ivf", "num_centroids": 1024}, representation=name)
     queries = [" ".join(item.split("_")[:4]) for item in items[::20]]
     for name in ("full_bits_1", "full_int8"):
         assert first(index, queries, name) == items[::20]
     for name in ("full_float32", "full_bits_1"):
-        found = first(index, queries, name, candidates="bits", num_candidates=10)
+        found = first(index, queries, name, candidates="ivf", num_candidates=10)
         share = np.mean([a == b for a, b in zip(found, items[::20], strict=True)])
         assert share > 0.9
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from pipeline import Index
 from pipeline.index.reader import IndexReader
-from pipeline.search import lists, score
+from pipeline.search import candidates, lists, score
 from pipeline.search.candidates import DEPTHS, Numbers
 from pipeline.search.num_candidates import NUM_QUERIES, PROBES, measure, split_queries
 
@@ -108,6 +110,26 @@ def test_more_lists_are_probed_for_items_unlike_the_query(index, monkeypatch):
     found = recall()
     monkeypatch.setattr(lists, "MAX_PROBES", 0)
     assert recall() + 0.2 < found > 0.5
+
+
+@pytest.mark.parametrize(("num_lemur", "expected"), [(400, "lemur"), (8000, "ivf")])
+def test_the_default_generator_has_the_lower_estimated_time(
+    index, num_lemur, expected, monkeypatch
+):
+    """ivf: 1.7 * 32 * 16 + 0.21 * 2,000 = 1,290 us, lemur: 18 + 0.21 times its candidates."""
+    monkeypatch.setattr(candidates, "EXACT_VECTORS", 0)
+    monkeypatch.setattr(candidates, "VECTORS_PER_ITEM", 6)
+    reader = IndexReader(index.uri)
+    numbers = {"lemur": {"counts": [num_lemur] * 2}, "ivf": {"counts": [2000] * 2}}
+    for name, given in numbers.items():
+        column = f"full_{name}_1_candidates"
+        given |= {"recall": 0.98, "items": NUM_ITEMS}
+        given["probes"] = [32, 32] if name == "ivf" else None
+        stored = reader.candidates_columns
+        stored[column] = dataclasses.replace(stored[column], numbers=given)
+    info = reader.representation("full")
+    assert candidates.default_candidates(reader, info) == expected
+    assert candidates.default_candidates(reader, info, "cuda") == "exact"
 
 
 def test_past_queries_measure_only_if_there_are_enough():

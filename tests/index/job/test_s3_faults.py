@@ -57,7 +57,7 @@ def commands(uri: str, folder) -> list[list[str]]:
     more = {"compressor": {"name": "hpool", "num_vectors": 2}}
     (folder / "index.yaml").write_text(yaml.safe_dump(spec))
     (folder / "more.yaml").write_text(yaml.safe_dump({"index": uri, "representations": [more]}))
-    generator = ["bits", "representation=full"]
+    generator = ["ivf", "representation=full"]
     return [
         ["index", str(folder / "index.yaml")],
         ["index", str(folder / "index.yaml")],

@@ -9,7 +9,7 @@ from tests import surface
 #: Maximum of each count.
 LIMITS = {
     "lines of code in pipeline/ and jobs/": 52_777,
-    "lines of code outside unit tests": 69_669,
+    "lines of code outside unit tests": 69_689,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 8,

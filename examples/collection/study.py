@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,6 +154,8 @@ def _measure(
 ) -> None:
     searcher = open_index(collection.index)
     info = searcher.index.representation(collection.representation)
+    if info.name != "full":  # positions are those of all tokens
+        info = replace(info, positions={})
     firsts = [
         Representation(compressor=_compressors(method, grid.budgets)[0])
         for method, grid, _ in tasks

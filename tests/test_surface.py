@@ -8,23 +8,23 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 53_500,
-    "lines of code outside unit tests": 70_400,
+    "lines of code in pipeline/ and jobs/": 54_010,
+    "lines of code outside unit tests": 70_990,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 8,
     "registries": 11,
-    "registry entries": 83,
+    "registry entries": 82,
     "verbs": 13,
     "flags of verbs": 123,
     "benches": 26,
-    "spec fields": 857,
-    "HTTP fields": 234,
+    "spec fields": 855,
+    "HTTP fields": 238,
     "shipped specs": 29,
-    "modules with one importer": 86,
-    "places that compose errors": 569,
-    "lines that compose errors": 601,
-    "lines of code of the longest file": 513,
+    "modules with one importer": 87,
+    "places that compose errors": 574,
+    "lines that compose errors": 606,
+    "lines of code of the longest file": 522,
     "lines of the longest function": 148,
 }
 

@@ -190,7 +190,7 @@ def regret(spec: StudySpec) -> Iterator[str]:
     smallest row of MaxSim is recommended whose lower bound is sufficient, or else the uncompressed
     vectors. Where nothing is chosen on the queries, the halves consist of every other query.
     """
-    cases = {}
+    cases: dict[str, tuple[np.ndarray, ...]] = {}
     for name, rows in read_all(spec).items():
         languages = [q for group, q in rows.groups.items() if group.startswith("language: ")]
         used_R = [n for n, row in enumerate(rows.names) if RECOMMENDED.fullmatch(row)]

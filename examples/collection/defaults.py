@@ -357,8 +357,10 @@ def plot(path: Path, collections: dict[str, Rows]) -> None:
                 values_R = rows.values[found][:, rows.is_prove].mean(axis=1)
                 settings = {"ms": 3, "color": f"C{number}", "label": method}
                 panel.plot(rows.bytes[found], values_R, style, **settings)
+        if any(len(line.get_xdata()) for line in panel.lines):
+            panel.set_xscale("log")
         panel.axhline(rows.values[rows.names.index(reference(rows)), rows.is_prove].mean(), lw=0.8)
-        panel.set(xscale="log", xlabel="bytes per item", ylabel="nDCG@10", title=name)
+        panel.set(xlabel="bytes per item", ylabel="nDCG@10", title=name)
     for panel in panels:
         panel.set_axis_off()
     figure.axes[0].legend(*(x[::2] for x in figure.axes[0].get_legend_handles_labels()), fontsize=7)

@@ -23,6 +23,8 @@ from examples.collection.parts import HALVES, hash64, rows_of
 NUM_VIDEOS = {"en": 40, "it": 16, "da": 16, "fr": 16, "de": 16}
 WORDS = range(20, 61)
 SCENES = Path("jobs/data/shapes")
+#: PocketSphinx recognises the voices of Flite, but hardly those of eSpeak.
+ENGLISH = "ffmpeg -nostdin -loglevel error -y -f lavfi -i flite=textfile={text}:voice=slt {wav}"
 VIDEO = (
     "ffmpeg -nostdin -loglevel error -y -loop 1 -r 2 -t {third} -i {slide} -loop 1 -r 2 -t {rest}"
     " -i {scene} -i {wav} -filter_complex [1]scale=480:480,pad=640:480:80:0[b];[0][b]concat[v]"
@@ -77,7 +79,11 @@ def _video(path: Path, language: str, shown: str, spoken: str, scene: str) -> No
     """Writes a video of a slide for a third of the time and a scene for the rest, with speech."""
     path.parent.mkdir(parents=True, exist_ok=True)
     wav, slide = path.with_suffix(".wav"), path.with_suffix(".png")
-    _run(f"{SPEECH.format(wav=wav)} {'en-us' if language == 'en' else language}", spoken)
+    text = path.with_suffix(".txt")
+    text.write_text(spoken, encoding="utf-8")
+    english = ENGLISH.format(text=text, wav=wav)
+    _run(english if language == "en" else f"{SPEECH.format(wav=wav)} {language}", spoken)
+    text.unlink()
     with wave.open(str(wav)) as audio:
         seconds = audio.getnframes() / audio.getframerate()
     image = Image.new("RGB", SLIDE_SIZE, "white")

@@ -384,7 +384,7 @@ class DualReader(Reader["Dual.Spec"]):
                 **options,
             )
         ids, is_text = encoded["input_ids"][0], encoded["attention_mask"][0].bool()
-        check_query_size(text, len(ids), max_length)
+        check_query_size(text, len(ids), max_length, " unless `overlong` is truncate")
         form = text_form(self.spec, self.settings)
         kind = torch.where(is_text, text_kinds(tokenizer, ids), SPECIAL)
         keep = torch.zeros_like(is_text)

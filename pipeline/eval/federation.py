@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import posixpath
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -169,15 +169,31 @@ def fit_weights(spec: EvaluateSpec) -> FusionFit:
     best = max(names, key=lambda name: sum(alone[name]))
     others = [name for name in names if name != best]
     grid = (0.0, *(BM25_WEIGHTS if len(others) == 1 else FEW_WEIGHTS))
-    settings = [
-        {best: 1.0, **dict(zip(others, weights, strict=True))}
-        for weights in itertools.product(grid, repeat=len(others))
-    ]
-    values_CQ = np.array([measure_weights(weights) for weights in settings])
-    chosen = settings[choose(values_CQ)]
+
+    def all_weights(weights: Sequence[float]) -> dict[str, float]:
+        return {best: 1.0, **dict(zip(others, weights, strict=True))}
+
+    @functools.cache
+    def values_of(weights: tuple[float, ...]) -> np.ndarray:
+        return np.array(measure_weights(all_weights(weights)))
+
+    def fit(is_used_Q: np.ndarray) -> tuple[float, ...]:
+        # One weight after another from equal weights: the product of all grids has 4,096 settings
+        # of seven members.
+        alone, weights, former = (0.0,) * len(others), (1.0,) * len(others), None
+        while weights != former:
+            former = weights
+            for i in range(len(others)):
+                compared = [(*weights[:i], weight, *weights[i + 1 :]) for weight in grid]
+                weights = max(compared, key=lambda each: values_of(each)[is_used_Q].mean())
+        values_CQ = np.array([values_of(alone)[is_used_Q], values_of(weights)[is_used_Q]])
+        return (alone, weights)[choose(values_CQ)]
+
+    alone_Q = values_of((0.0,) * len(others))
+    held_out_Q = held_out_values(len(alone_Q), lambda is_used_Q: values_of(fit(is_used_Q)))
+    chosen = all_weights(fit(np.ones(len(alone_Q), bool)))
     fitted = load(Federation, spec.index, role="index").with_weights(chosen)
-    held_out_Q = held_out_values(values_CQ)
-    return FusionFit(", ".join(names), fitted, values_CQ[0], held_out_Q, measure, best)
+    return FusionFit(", ".join(names), fitted, alone_Q, held_out_Q, measure, best)
 
 
 class _Evaluator:

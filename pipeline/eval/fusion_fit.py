@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,19 +148,25 @@ def fit_fusion(judged: JudgedPools) -> FusionFit:
     """Chooses the settings of the fused score that are best on judged queries."""
     candidates = settings(judged.has_single)
     values_CQ = np.array([judged.measure_fusion(fusion) for fusion in candidates])
-    fused_Q = held_out_values(values_CQ)
+    fused_Q = held_out_values(
+        values_CQ.shape[1], lambda is_used_Q: values_CQ[choose(values_CQ[:, is_used_Q])]
+    )
     fusion = candidates[choose(values_CQ)]
     return FusionFit(judged.options.column, fusion, values_CQ[0], fused_Q, judged.measure)
 
 
-def held_out_values(values_CQ: np.ndarray) -> np.ndarray:
-    """Returns the metric (Q,) of each query for the settings chosen on the other folds."""
-    fold_Q = np.random.default_rng(0).permutation(values_CQ.shape[1]) % NUM_FOLDS
-    values_Q = values_CQ[0].copy()
-    for fold in range(NUM_FOLDS):
-        is_held_out = fold_Q == fold
-        chosen = choose(values_CQ[:, ~is_held_out])
-        values_Q[is_held_out] = values_CQ[chosen, is_held_out]
+def held_out_values(num_queries: int, fit: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Returns the metric (Q,) of each query for the settings fitted to the other folds.
+
+    Args:
+        fit: Returns the metric (Q,) of all queries for the settings that are fitted to some of
+            them, which are given by a mask (Q,).
+    """
+    fold_Q = np.random.default_rng(0).permutation(num_queries) % NUM_FOLDS
+    values_Q = np.empty(num_queries)
+    for fold in range(min(NUM_FOLDS, num_queries)):
+        is_held_out_Q = fold_Q == fold
+        values_Q[is_held_out_Q] = fit(~is_held_out_Q)[is_held_out_Q]
     return values_Q
 
 

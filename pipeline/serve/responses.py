@@ -22,7 +22,7 @@ def truncation_warnings(queries: Sequence[wire.Query], num_truncated: Sequence[i
     EDJE truncates the text of a query or, for an image query, the texts of the hits. Other
     rerankers truncate the texts of the hits.
 
-    >>> truncation_warnings(["a", "b", wire.Image(image="AA")], [0, 4, 0])
+    >>> truncation_warnings(["a", "b", wire.Media(image="AA")], [0, 4, 0])
     ['the reranker truncated queries by up to 4 tokens']
     """
     warnings = []

@@ -456,8 +456,8 @@ def test_requires_exactly_one_kind_of_query(index_uri, arguments, capsys):
         search.main([index_uri, *arguments])
     assert exit.value.code == 2
     assert capsys.readouterr().err == (
-        "error: exactly one of these is required: QUERY with or without --image, --image, --queries"
-        " or --query-vectors; see --help\n"
+        "error: exactly one of these is required: QUERY, --image, --audio or --video, or a "
+        "combination of these; --queries; or --query-vectors; see --help\n"
     )
 
 

@@ -98,7 +98,7 @@ STATEMENTS = {
         "{default} vectors per passage, the [default](defaults.md), lose nothing on 1,182 queries "
         "that nobody tuned on: {quality} instead of {full}.",
         "One bit costs {bit_of_four} points of four vectors",
-        "on titles of abstracts: {default} vectors lose {titles} points",
+        "on titles of abstracts ({default} vectors lose {titles} points)",
     ],
     "docs/results/quality.md": [
         "one bit costs {bit} points of {default} vectors and {bit_of_four} of four"

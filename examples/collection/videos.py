@@ -39,8 +39,8 @@ def main(source: Path, folder: Path) -> None:
     answers: dict[str, set[str]] = {}
     for half in HALVES:
         for line in (source / "qrels" / f"{half}.tsv").read_text().splitlines()[1:]:
-            query, passage, _ = line.split("\t")
-            answers.setdefault(query, set()).add(passage)
+            query_id, passage_id, _ = line.split("\t")
+            answers.setdefault(query_id, set()).add(passage_id)
     asked: dict[str, list[dict[str, Any]]] = {}
     for query in rows_of([source / "queries.jsonl"]):
         if len(found := answers.get(query["_id"], set())) == 1:

@@ -23,7 +23,7 @@ from examples.collection.parts import HALVES, hash64, rows_of
 NUM_VIDEOS = {"en": 40, "it": 16, "da": 16, "fr": 16, "de": 16}
 WORDS = range(20, 61)
 SCENES = Path("jobs/data/shapes")
-#: PocketSphinx recognises the voices of Flite, but hardly those of eSpeak.
+#: PocketSphinx recognised this voice of Flite, and hardly those of eSpeak, in a few sentences.
 ENGLISH = "ffmpeg -nostdin -loglevel error -y -f lavfi -i flite=textfile={text}:voice=slt {wav}"
 VIDEO = (
     "ffmpeg -nostdin -loglevel error -y -loop 1 -r 2 -t {third} -i {slide} -loop 1 -r 2 -t {rest}"

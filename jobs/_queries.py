@@ -13,9 +13,6 @@ if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.query import AnyQuery
     from pipeline.search.searcher import Searcher
 
-#: Parts of a query that are files, which are options of the command line.
-PARTS = ("image", "audio", "video")
-
 
 def read(args: Namespace) -> Mapping[str, AnyQuery]:
     """Reads the queries, by id."""
@@ -34,15 +31,10 @@ def read(args: Namespace) -> Mapping[str, AnyQuery]:
 
 
 def _query(args: Namespace) -> str | bytes | Composed:
-    from pipeline.schema import Composed
+    from pipeline.schema import QUERY_FILES, compose
 
-    files = {part: _read_file(part, path) for part in PARTS if (path := getattr(args, part))}
-    text = " ".join(args.query)
-    if not files:
-        return text
-    return (
-        files["image"] if files.keys() == {"image"} and not args.query else Composed(text, **files)
-    )
+    files = {part: _read_file(part, path) for part in QUERY_FILES if (path := getattr(args, part))}
+    return compose(" ".join(args.query), files)
 
 
 def _read_file(part: str, uri: str) -> bytes:

@@ -128,7 +128,9 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     for option, path in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
         if path and (args.run or args.queries or args.json):
             parser.error(f"{option} requires a single query and no --run or --json")
-    files = [getattr(args, part) for part in _queries.PARTS]
+    from pipeline.schema import QUERY_FILES  # imports PyArrow, which --help does not need
+
+    files = [getattr(args, part) for part in QUERY_FILES]
     if args.save_sheet and not (args.query and not any(files)):
         parser.error("--save-sheet requires a text query")
     if args.json and args.run:
@@ -148,7 +150,7 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     else:
         args.index = find_index(args.index)
         check_index(args.index)
-    for option in ("queries", "query_vectors", *_queries.PARTS, "ids", "parents"):
+    for option in ("queries", "query_vectors", *QUERY_FILES, "ids", "parents"):
         if path := getattr(args, option):
             check_exists(path, option.replace("_", "-"))
     return args
@@ -347,12 +349,9 @@ def _parser() -> jobs.Parser:
         metavar="FILE",
         help="query image (PNG, JPEG or WebP); with QUERY, a composed query of both",
     )
-    parser.add_argument(
-        "--audio", metavar="FILE", help="query audio; encoders of texts read its speech"
-    )
-    parser.add_argument(
-        "--video", metavar="FILE", help="query video; encoders of texts read its speech"
-    )
+    for part in ("audio", "video"):
+        help = f"query {part}; encoders of texts read its speech"
+        parser.add_argument(f"--{part}", metavar="FILE", help=help)
     parser.add_argument(
         "--not",
         dest="negative",

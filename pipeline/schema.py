@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -230,6 +230,10 @@ Precision = Literal["float32", "bfloat16", "float16", "int8"]
 DEFAULT_RERANK_DEPTH = 10
 
 
+#: Parts of a query that are files.
+QUERY_FILES = ("image", "audio", "video")
+
+
 @dataclass(frozen=True)
 class Composed:
     """Query of one or several parts, such as an image of a shoe and the text "but in red".
@@ -249,5 +253,17 @@ class Composed:
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts that the query has."""
-        parts = [name for name in ("image", "audio", "video") if getattr(self, name) is not None]
+        parts = [name for name in QUERY_FILES if getattr(self, name) is not None]
         return ("text", *parts) if self.text else tuple(parts)
+
+
+def compose(text: str, files: Mapping[str, bytes]) -> str | bytes | Composed:
+    """Returns the simplest form of a query of a text, which may be empty, and files by part.
+
+    >>> compose("a wing", {}), compose("", {"image": b"..."})
+    ('a wing', b'...')
+    """
+    if not files:
+        return text
+    is_image = files.keys() == {"image"} and not text
+    return files["image"] if is_image else Composed(text, **files)

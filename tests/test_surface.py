@@ -8,8 +8,8 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 54_020,
-    "lines of code outside unit tests": 71_035,
+    "lines of code in pipeline/ and jobs/": 54_015,
+    "lines of code outside unit tests": 71_040,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 8,

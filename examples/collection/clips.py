@@ -51,7 +51,7 @@ def build_clips(data: Path, say: Callable[[str], None]) -> list[str]:
                 answers[query].add(passage)
                 half_of[query] = half
     asked = {name: next(iter(found)) for name, found in answers.items() if len(found) == 1}
-    voices = {voice.partition("-")[0] for voice in _run("espeak-ng --voices", "").split()}
+    voices = {voice.partition("-")[0] for voice in run("espeak-ng --voices", "").split()}
     counts: Counter[str] = Counter()
     items: dict[str, str] = {}
     with slice_folder(data, NAME) as folder:
@@ -83,22 +83,28 @@ def _clip(folder: Path, passage: dict[str, Any]) -> str:
     """Writes an audio or video file and returns its name."""
     key = hash64(passage["_id"])
     wav, slide = folder / "speech.wav", folder / "slide.png"
-    _run(f"{SPEECH.format(wav=wav)} {passage['language'].lower()}", passage["text"])
+    run(f"{SPEECH.format(wav=wav)} {passage['language'].lower()}", passage["text"])
     is_video = key % VIDEO_INTERVAL == 0 and max(passage["text"]) < "\u0250"
     if is_video:
-        image = Image.new("RGB", SLIDE_SIZE, "white")
-        lines = textwrap.fill(passage["text"], LINE_CHARACTERS)
-        font = ImageFont.load_default(FONT_SIZE)
-        ImageDraw.Draw(image).multiline_text((20, 20), lines, "black", font)
-        image.save(slide)
+        write_slide(slide, passage["text"])
     path = folder / f"{key:016x}.{'mp4' if is_video else 'mp3'}"
-    _run(f"{(VIDEO if is_video else AUDIO).format(wav=wav, slide=slide)} {path}", "")
+    run(f"{(VIDEO if is_video else AUDIO).format(wav=wav, slide=slide)} {path}", "")
     wav.unlink()
     slide.unlink(missing_ok=True)
     return path.name
 
 
-def _run(command: str, text: str) -> str:
+def write_slide(path: Path, text: str) -> None:
+    """Writes an image of a text."""
+    image = Image.new("RGB", SLIDE_SIZE, "white")
+    lines = textwrap.fill(text, LINE_CHARACTERS)
+    font = ImageFont.load_default(FONT_SIZE)
+    ImageDraw.Draw(image).multiline_text((20, 20), lines, "black", font)
+    image.save(path)
+
+
+def run(command: str, text: str) -> str:
+    """Runs a command with a text as its input, and returns its output."""
     return subprocess.run(
         command.split(), input=text, text=True, capture_output=True, check=True
     ).stdout

@@ -8,17 +8,17 @@ The first half of a passage is read on the slide, the second half is spoken.
 from __future__ import annotations
 
 import json
-import sys
-import textwrap
 import wave
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
-
-from examples.collection.clips import LINE_CHARACTERS, SLIDE_SIZE, SPEECH, _run
+import jobs
+from examples.collection.clips import SPEECH, run, write_slide
 from examples.collection.parts import HALVES, hash64, rows_of
+from pipeline.config import SpecError
+from pipeline.runtime.atomic import check_writable
 
 NUM_VIDEOS = {"en": 40, "it": 16, "da": 16, "fr": 16, "de": 16}
 WORDS = range(20, 61)
@@ -33,7 +33,19 @@ VIDEO = (
 )
 
 
-def main(source: Path, folder: Path) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and writes the videos."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("source", metavar="SLICE", type=Path, help="folder of a slice of passages")
+    parser.add_argument("folder", metavar="OUTPUT", type=Path, help="folder of the videos")
+    args = parser.parse(arguments)
+    if not (args.source / "corpus.jsonl").exists():
+        raise SpecError("SLICE", str(args.source), "the folder of a slice of passages")
+    check_writable(str(args.folder), "OUTPUT")
+    write_videos(args.source, args.folder)
+
+
+def write_videos(source: Path, folder: Path) -> None:
     """Writes videos, transcripts of those that are not in English, queries and judgments."""
     passages = {row["_id"]: row for row in rows_of([source / "corpus.jsonl"])}
     answers: dict[str, set[str]] = {}
@@ -48,7 +60,7 @@ def main(source: Path, folder: Path) -> None:
     scenes = list(rows_of([SCENES / "queries.jsonl"]))
     counts: Counter[str] = Counter()
     queries, qrels, transcripts = [], ["query-id\tcorpus-id\tscore"], []
-    (folder / "qrels").mkdir(parents=True)
+    (folder / "qrels").mkdir(parents=True, exist_ok=True)
     for name in sorted(asked, key=hash64):
         passage = passages[name]
         words, language = passage["text"].split(), passage["language"]
@@ -82,22 +94,18 @@ def _video(path: Path, language: str, shown: str, spoken: str, scene: str) -> No
     text = path.with_suffix(".txt")
     text.write_text(spoken, encoding="utf-8")
     english = ENGLISH.format(text=text, wav=wav)
-    _run(english if language == "en" else f"{SPEECH.format(wav=wav)} {language}", spoken)
+    run(english if language == "en" else f"{SPEECH.format(wav=wav)} {language}", spoken)
     text.unlink()
     with wave.open(str(wav)) as audio:
         seconds = audio.getnframes() / audio.getframerate()
-    image = Image.new("RGB", SLIDE_SIZE, "white")
-    lines = textwrap.fill(shown, LINE_CHARACTERS)
-    font = ImageFont.load_default(20)
-    ImageDraw.Draw(image).multiline_text((20, 20), lines, "black", font)
-    image.save(slide)
+    write_slide(slide, shown)
     third = round(2 * seconds / 3) / 2
     image_of_scene = SCENES / "images" / f"scene-{int(scene[1:]):05}.png"
     inputs = {"slide": slide, "scene": image_of_scene, "wav": wav, "out": path}
-    _run(VIDEO.format(third=third, rest=seconds - third, **inputs), "")
+    run(VIDEO.format(third=third, rest=seconds - third, **inputs), "")
     wav.unlink()
     slide.unlink()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    jobs.run(main)

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
 from pipeline.eval.moments import Moments, Span
-from pipeline.schema import Composed
+from pipeline.schema import Composed, compose
 
 if TYPE_CHECKING:
     from pipeline.index.reader import IndexReader
@@ -80,12 +80,10 @@ class JudgedQueries:
     def inputs(self, query_ids: Iterable[str]) -> Iterator[str | bytes | Composed]:
         """Yields the inputs of the query encoder for some of the queries. Files are read."""
         for query_id in query_ids:
-            text = self.queries[query_id]
-            parts = {
-                part: files[query_id] for part, files in self.media.items() if query_id in files
+            files = {
+                part: found[query_id] for part, found in self.media.items() if query_id in found
             }
-            is_image = parts.keys() == {"image"} and not text
-            yield parts["image"] if is_image else Composed(text, **parts) if parts else text
+            yield compose(self.queries[query_id], files)
 
     @property
     def num_removed(self) -> int:

@@ -180,16 +180,17 @@ def fit_weights(spec: EvaluateSpec) -> FusionFit:
     def fit(is_used_Q: np.ndarray) -> tuple[float, ...]:
         # One weight after another from equal weights: the product of all grids has 4,096 settings
         # of seven members.
-        alone, weights, former = (0.0,) * len(others), (1.0,) * len(others), None
+        weights, former = (1.0,) * len(others), None
         while weights != former:
             former = weights
             for i in range(len(others)):
                 compared = [(*weights[:i], weight, *weights[i + 1 :]) for weight in grid]
                 weights = max(compared, key=lambda each: values_of(each)[is_used_Q].mean())
-        values_CQ = np.array([values_of(alone)[is_used_Q], values_of(weights)[is_used_Q]])
-        return (alone, weights)[choose(values_CQ)]
+        values_CQ = np.array([alone_Q[is_used_Q], values_of(weights)[is_used_Q]])
+        return (best_alone, weights)[choose(values_CQ)]
 
-    alone_Q = values_of((0.0,) * len(others))
+    best_alone = (0.0,) * len(others)
+    alone_Q = values_of(best_alone)
     held_out_Q = held_out_values(len(alone_Q), lambda is_used_Q: values_of(fit(is_used_Q)))
     chosen = all_weights(fit(np.ones(len(alone_Q), bool)))
     fitted = load(Federation, spec.index, role="index").with_weights(chosen)

@@ -129,14 +129,14 @@ def default_candidates(index: IndexReader, info: RepresentationInfo, device: str
     ms.
     """
     built = generators(index, info) if _is_slow(index, info, device) else {}
+    item_vectors = info.num_vectors or VECTORS_PER_ITEM
     times = {}
     for name in [name for name in (IVF, LEMUR) if name in built]:
         num_candidates, num_probes = numbers_for(index, built[name], DEPTHS[0], None)
-        item_vectors = info.num_vectors or VECTORS_PER_ITEM
-        times[name] = ivf_time(num_probes, QUERY_TOKENS, num_candidates, item_vectors)
-        if name == LEMUR:
-            scan_time = SCAN_TIME * len(index)
-            times[name] = scan_time + VECTOR_TIME * num_candidates * item_vectors
+        if name == IVF:
+            times[name] = ivf_time(num_probes, QUERY_TOKENS, num_candidates, item_vectors)
+        else:
+            times[name] = SCAN_TIME * len(index) + VECTOR_TIME * num_candidates * item_vectors
     return min(times, key=times.__getitem__, default=EXACT)
 
 

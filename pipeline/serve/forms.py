@@ -7,12 +7,11 @@ import json
 import re
 from typing import Any
 
+from pipeline.schema import QUERY_FILES
 from pipeline.serve.errors import ApiError
 
 #: Media type of forms with files.
 FORM = "multipart/form-data"
-#: Parts of a form that are files of the query.
-FILES = ("image", "audio", "video")
 _NAME = re.compile(rb'^content-disposition:[^\r\n]*;\s*name="([^"\r\n]*)"', re.I | re.M)
 
 
@@ -40,7 +39,7 @@ def search_body(content_type: str, form: bytes) -> bytes:
         found = _NAME.search(head.strip())
         name = found[1].decode(errors="replace") if found else ""
         try:
-            if name in FILES:
+            if name in QUERY_FILES:
                 query[name] = base64.b64encode(content).decode()
             elif name == "text":
                 query[name] = content.decode()

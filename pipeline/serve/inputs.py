@@ -15,7 +15,7 @@ from pipeline.config import SpecError, reading, within
 from pipeline.data.decode.image import without_comments
 from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
-from pipeline.schema import Composed
+from pipeline.schema import QUERY_FILES, compose
 from pipeline.search.candidates import AUTO
 from pipeline.search.federation import check_options
 from pipeline.search.fusion import FUSED
@@ -242,17 +242,13 @@ def read_unencoded(query: wire.Query) -> Unencoded:
         return query
     assert isinstance(query, wire.Media)
     files = {}
-    for part in ("image", "audio", "video"):
+    for part in QUERY_FILES:
         if (data := getattr(query, part)) is not None:
             with reading(f"query.{part}", f"the {part}", "a file in base64", ValueError):
                 files[part] = base64.b64decode(data, validate=True)
     if "image" in files:
         _check_image(files["image"])
-    if not files:
-        return text or ""
-    return (
-        files["image"] if files.keys() == {"image"} and not text else Composed(text or "", **files)
-    )
+    return compose(text or "", files)
 
 
 def _check_image(data: bytes) -> None:

@@ -106,9 +106,9 @@ def test_equals_a_literal_implementation(members, join, rerankers):
         assert found == literal(members, query, first, 4, rerankers)
         assert [hit.rank for hit in hits] == [1, 2, 3, 4]
         for hit in hits:
-            one = first[hit.first_stage.rank - 1]
-            assert (one.item_id, one.score) == (hit.item_id, hit.first_stage.score)
-            assert (one.members, one.matches) == (hit.members, hit.matches)
+            former = first[hit.first_stage.rank - 1]
+            assert (former.item_id, former.score) == (hit.item_id, hit.first_stage.score)
+            assert (former.members, former.matches) == (hit.members, hit.matches)
     options = parse(SearchOptions, {"k": 4})
     joined = searcher.rank_with(QUERIES, options, rerankers=rerankers).joined
     assert [list(searcher.scores(hits).values()) for hits in joined] == [[4.0, 3.0, 2.0, 1.0]] * 3

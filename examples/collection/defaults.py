@@ -299,7 +299,8 @@ def _alternatives(name: str, rows: Rows) -> Iterator[str]:
                 prove(rows, row, used_Q, PRESENT).interval if row in rows.names else ""
                 for row in ALTERNATIVES
             ]
-            label = group if rows.is_prove.all() else f"{group}, `{half}`"
+            title = group.replace("kind", name, 1) if group in kinds else name
+            label = title if rows.is_prove.all() else f"{title}, `{half}`"
             yield f"| {label} | {used_Q.sum():,} | {' | '.join(cells)} |"
 
 

@@ -13,6 +13,9 @@ if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.query import AnyQuery
     from pipeline.search.searcher import Searcher
 
+#: `schema.QUERY_FILES`, whose module imports PyArrow.
+FILES = ("image", "audio", "video")
+
 
 def read(args: Namespace) -> Mapping[str, AnyQuery]:
     """Reads the queries, by id."""
@@ -31,9 +34,9 @@ def read(args: Namespace) -> Mapping[str, AnyQuery]:
 
 
 def _query(args: Namespace) -> str | bytes | Composed:
-    from pipeline.schema import QUERY_FILES, compose
+    from pipeline.schema import compose
 
-    files = {part: _read_file(part, path) for part in QUERY_FILES if (path := getattr(args, part))}
+    files = {part: _read_file(part, path) for part in FILES if (path := getattr(args, part))}
     return compose(" ".join(args.query), files)
 
 

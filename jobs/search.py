@@ -128,9 +128,7 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     for option, path in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
         if path and (args.run or args.queries or args.json):
             parser.error(f"{option} requires a single query and no --run or --json")
-    from pipeline.schema import QUERY_FILES  # imports PyArrow, which --help does not need
-
-    files = [getattr(args, part) for part in QUERY_FILES]
+    files = [getattr(args, part) for part in _queries.FILES]
     if args.save_sheet and not (args.query and not any(files)):
         parser.error("--save-sheet requires a text query")
     if args.json and args.run:
@@ -150,7 +148,7 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     else:
         args.index = find_index(args.index)
         check_index(args.index)
-    for option in ("queries", "query_vectors", *QUERY_FILES, "ids", "parents"):
+    for option in ("queries", "query_vectors", *_queries.FILES, "ids", "parents"):
         if path := getattr(args, option):
             check_exists(path, option.replace("_", "-"))
     return args

@@ -23,12 +23,13 @@ import pytest
 import yaml
 
 import jobs
+from jobs import _queries
 from jobs.__main__ import forms, verbs
 from pipeline.index import EXECUTOR
 from pipeline.index.lease import Lease
 from pipeline.index.reader import IndexReader
 from pipeline.index.status import status
-from pipeline.schema import DEFAULT_RERANK_DEPTH
+from pipeline.schema import DEFAULT_RERANK_DEPTH, QUERY_FILES
 from tests.conftest import ROOT, start_job
 from tests.serve.conftest import free_port
 from tests.tiny import SLEEPING
@@ -73,7 +74,8 @@ def test_help_does_not_import_slow_modules():
         assert output.startswith("usage:"), command
 
 
-def test_search_help_equals_schema():
+def test_search_equals_schema():
+    assert _queries.FILES == QUERY_FILES
     (_, output, _) = run(["search", "--help"])[0]
     assert f"`top` hits ({DEFAULT_RERANK_DEPTH})" in output
 
@@ -343,7 +345,7 @@ def test_index_deleted_during_the_job(cluster, spec, tmp_path):
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_ray_process_dies(spec, name):
-    process = start_job("jobs.index", spec)
+    process = start_job("jobs.index", spec, **{EXECUTOR: "ray"})
     wait_for(process, lambda: len(children(process, "raylet")) == 1)
     assert any(line.split(" ")[1:2] == ["listed"] for line in process.stdout)  # Ray has started
     os.kill(children(process, name)[0], signal.SIGKILL)
@@ -470,7 +472,7 @@ def test_submits_the_index_job(head, tmp_path, collection):
         "representations": [{"compressor": "none"}],
     }
     (tmp_path / "code").mkdir()
-    for package in ("pipeline", "jobs"):  # the code that a user submits
+    for package in ("pipeline", "jobs", "tests/tiny"):  # the code that a user submits
         ignored = shutil.ignore_patterns("__pycache__", "data")
         shutil.copytree(ROOT / package, tmp_path / "code" / package, ignore=ignored)
     (tmp_path / "code/spec.yaml").write_text(yaml.safe_dump(spec))

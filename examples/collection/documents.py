@@ -20,6 +20,7 @@ import pypdfium2.raw as raw
 from examples.collection.extract import clean_query, members
 from examples.collection.parts import hash64
 from pipeline.data.decode.pdf import is_legible
+from pipeline.index.languages import language_shares
 
 #: Licences of the parts of TeX Live that are clearly free, by their names in its catalogue.
 FREE = re.compile(
@@ -54,20 +55,8 @@ _IS_CAPTION = re.compile(rf"{_CAPTION}[.:]\s+(\S.*)", re.I)
 #: Lines of a list of figures, and headings of lists.
 _IS_LISTED = re.compile(r"(\. ?){4}|\s\d+$")
 _IS_LIST = re.compile(r"\b(index|contents|bibliography|references|list of)\b")
-#: Frequent words by language. A document has more of those of its own language.
-_FREQUENT = {
-    "en": "the of is and to this with for",
-    "de": "der die und das ist nicht mit für",
-    "fr": "le les des est une dans pour et",
-    "es": "el los las del una por para con",
-    "it": "il della che di è una per gli",
-    "pt": "os as uma não para com que do",
-    "nl": "het een van niet voor met dat de",
-    "pl": "się nie jest na że do jak w",
-    "cs": "se je na že pro jako která být",
-    "ru": "и в не на что для это с",
-}
-_SCRIPTS = {"ja": r"[\u3040-\u30ff]", "ko": r"[\uac00-\ud7af]", "zh": r"[\u4e00-\u9fff]"}
+#: Language of documents of no known language.
+UNKNOWN = "und"
 
 
 class Asked(NamedTuple):
@@ -158,7 +147,7 @@ def _read(identity: str, document: pdfium.PdfDocument) -> Iterator[dict[str, Any
         texts[number] = text
         refused |= lines[number] & {plain(line) for line in text.splitlines()}
     is_scan = len(texts) <= MAX_SCAN_PAGES and hash64(f"scan {identity}") % SCAN_INTERVAL == 0
-    language = guess_language(" ".join(texts))
+    language = next(iter(language_shares(texts)), UNKNOWN)
     for number, text in enumerate(texts):
         titles = [
             plain(query.text) for found in candidates for query in found if query.page == number
@@ -254,19 +243,6 @@ def _captions(texts: list[str], pages_of: dict[str, set[int]]) -> Iterator[Asked
                 is_unique = len(pages_of[plain(line)]) <= 2  # the page, and a list of figures
                 if query and plain(query) == plain(line) and is_unique:
                     yield Asked("caption", query, number, 1)
-
-
-def guess_language(text: str) -> str:
-    """Returns the language of a text.
-
-    >>> guess_language("Das ist der Anfang und nicht das Ende"), guess_language("これは何ですか")
-    ('de', 'ja')
-    """
-    for language, pattern in _SCRIPTS.items():
-        if len(re.findall(pattern, text)) > len(text) / 10:
-            return language
-    counts = Counter(text.casefold().split())
-    return max(_FREQUENT, key=lambda name: sum(counts[word] for word in _FREQUENT[name].split()))
 
 
 def remove(document: pdfium.PdfDocument, lines: dict[int, set[str]]) -> set[str]:

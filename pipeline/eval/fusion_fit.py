@@ -12,7 +12,7 @@ from pipeline.eval import JudgedQueries
 from pipeline.eval.level import judged_level
 from pipeline.eval.metrics import per_query
 from pipeline.eval.ranker import Ranker
-from pipeline.eval.significance import randomisation_p
+from pipeline.eval.significance import bootstrap_interval, randomisation_p
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.registry import BENCHMARKS
 from pipeline.search.fusion import Fusion, FusionWeights
@@ -57,11 +57,12 @@ class FusionFit:
         return float(randomisation_p((self.fused - self.maxsim)[np.newaxis])[0])
 
     def sentence(self) -> str:
-        """Summarises the cross-validation."""
+        """Summarises the cross-validation, with the 95 % interval of the difference."""
+        low, high = bootstrap_interval(self.fused - self.maxsim)
         return (
             f"{self.measure} on held-out queries: {self.fused.mean():.4f}, "
-            f"{self.reference} {self.maxsim.mean():.4f} (p = {self.p_value:.3f}, "
-            f"{len(self.fused)} queries, {NUM_FOLDS} folds)"
+            f"{self.reference} {self.maxsim.mean():.4f} (difference {low:+.4f} to {high:+.4f}, "
+            f"p = {self.p_value:.3f}, {len(self.fused)} queries, {NUM_FOLDS} folds)"
         )
 
     def to_yaml(self) -> str:

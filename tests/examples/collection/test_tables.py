@@ -1,41 +1,14 @@
-"""Budgets by the number of tokens, and recommendations, from evaluations."""
+"""Tables of evaluations and studies."""
 
-import doctest
 import json
 import re
 
 import numpy as np
 import pytest
-import torch
 
-from examples.collection import budgets, defaults
+from examples.collection import defaults
 from examples.collection.__main__ import main
 from pipeline.config import SpecError
-
-
-def test_levels():
-    assert doctest.testmod(budgets).attempted == 1
-    lengths_B = np.array([4, 16, 64, 256])
-    equal = budgets.levels(lengths_B, 0.0, 8, 2)
-    assert equal.tolist() == [8, 8, 8, 8]
-    for power in budgets.POWERS.values():
-        found = budgets.levels(lengths_B, power, 8, 4)
-        assert np.minimum(found, lengths_B).sum() <= 28
-    assert budgets.levels(lengths_B, 1.0, 8, 2).tolist() == [4, 4, 4, 16]
-    assert budgets.levels(lengths_B, 1.0, 4, 4).tolist() == [1, 1, 4, 8]
-
-
-def test_scores_of_the_budget_of_an_item():
-    runs = {
-        4: {"q": {f"item{i}": 10.0 - i for i in range(12)}},
-        8: {"q": {f"item{i}": 11.5 - i for i in range(11, -1, -1)}},
-    }
-    by_item = {f"item{i}": 8 if i == 3 else 4 for i in range(12)}
-    run, share = budgets.mixed(runs, by_item)
-    assert list(run["q"])[:4] == ["item0", "item1", "item3", "item2"]
-    assert run["q"]["item3"] == 8.5 and len(run["q"]) == 10 and share == 1
-    cut = {4: runs[4], 8: {"q": {"item3": 8.5}}}
-    assert budgets.mixed(cut, by_item)[1] == 0
 
 
 def test_regrets():
@@ -79,14 +52,4 @@ def test_recommendations_and_comparisons_of_a_study(tmp_path, capsys):
     (line,) = [line for line in lines if line.startswith("| second | 40 | 0.50")]
     assert re.search(r"0\.(499|500|501), 0\.(599|600|601) \(\+9\.\d to \+10\.\d\)", line)
     with pytest.raises(SpecError, match=r"has no per_query\.csv"):
-        budgets.main(["tokens", str(tmp_path)])
-
-
-def test_properties_of_an_item():
-    tokens_ND = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
-    found = budgets._properties(tokens_ND, tokens_ND[[0, 2]])
-    assert found["number of tokens"] == 4 and found["Gini of group sizes"] == 0
-    assert found["mean distance"] == pytest.approx(0.05)
-    assert found["radius"] == pytest.approx(0.2)
-    # The means are (1, 0) and (0.3, 0.9), and that of all tokens is (0.65, 0.45).
-    assert found["unexplained variance"] == pytest.approx(0.2 / 1.5)
+        main(["table", str(tmp_path)])

@@ -108,7 +108,7 @@ def maxray(
         settings: dict[str, dict[str, Any]] = {"all items": {"candidates": "exact"}}
         if generators:
             settings = {f"{g}, default": {"candidates": g} for g in generators}
-            numbers = itertools.product(generators, (100, 400, 1600, 6400))
+            numbers = itertools.product(generators, (400, 1600, 6400))
             settings |= {f"{g}, {n:,}": {"candidates": g, "num_candidates": n} for g, n in numbers}
         for label, options in settings.items():
             yield label, functools.partial(search, options)
@@ -514,6 +514,7 @@ def version(package: str) -> str:
 
 SYSTEMS: dict[str, System] = {
     "Maxray, int8": maxray(),
+    "Maxray, int8, ivf": maxray("ivf"),
     "Maxray, int8, lemur": maxray("lemur"),
     "Maxray, bits": maxray(codec="bits"),
     "Maxray, 16 vectors, int8": maxray(compressor={"name": "hpool", "num_vectors": 16}),

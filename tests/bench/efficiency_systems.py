@@ -20,6 +20,8 @@ import numpy as np
 
 #: Number of results of a search.
 K = 10
+#: Number of items that Maxray adds in one commit, whose vectors are in memory several times.
+ADDED = 20_000
 #: Numbers of repetitions, of bits of a bucket and of projected dimensions of MUVERA. Together they
 #: determine the dimensions of an encoding: 20 * 2^5 * 16 = 10,240.
 MUVERA_REPETITIONS, MUVERA_BITS, MUVERA_DIM = 20, 5, 16
@@ -91,7 +93,10 @@ def maxray(
 
         index = Index(str(folder / "index"))
         vectors = list(data.singles) if single else data.documents
-        index.add([str(row) for row in range(len(data))], vectors, representations=[representation])
+        for first in range(0, len(data), ADDED):
+            block = vectors[first : first + ADDED]
+            ids = [str(row) for row in range(first, first + len(block))]
+            index.add(ids, block, representations=[representation])
         for generator in generators:
             index.add_candidates(generator, name)
 

@@ -235,14 +235,15 @@ def write_figure(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Plots quality against bytes, and recall against time."""
     from matplotlib.figure import Figure
 
-    from pipeline.eval.report.plot import COLORS, STYLES, apply_style, to_png
+    from pipeline.eval.report.plot import STYLES, apply_style, to_png
 
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     panels = figure.subplots(1, 2)
     measured = [row for row in rows if row["ok"]]
     for number, name in enumerate(dict.fromkeys(row["system"] for row in measured)):
         settings = [row for row in measured if row["system"] == name]
-        style = STYLES[number % len(STYLES)] | {"color": COLORS[number % len(COLORS)]}
+        fill = "full" if number < len(STYLES) else "none"  # tells the others apart
+        style = STYLES[number % len(STYLES)] | {"fillstyle": fill}
         best = max(settings, key=lambda row: row["ndcg"])
         panels[0].plot(best["bytes"], best["ndcg"], label=name, **style | {"linestyle": "none"})
         timed = sorted((row["p50"].median, row["recall"]) for row in settings if row["p50"])

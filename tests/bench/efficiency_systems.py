@@ -20,6 +20,8 @@ import numpy as np
 
 #: Number of results of a search.
 K = 10
+#: Number of items that Maxray adds in one commit, whose vectors are in memory several times.
+ADDED = 20_000
 #: Numbers of repetitions, of bits of a bucket and of projected dimensions of MUVERA. Together they
 #: determine the dimensions of an encoding: 20 * 2^5 * 16 = 10,240.
 MUVERA_REPETITIONS, MUVERA_BITS, MUVERA_DIM = 20, 5, 16
@@ -91,7 +93,10 @@ def maxray(
 
         index = Index(str(folder / "index"))
         vectors = list(data.singles) if single else data.documents
-        index.add([str(row) for row in range(len(data))], vectors, representations=[representation])
+        for first in range(0, len(data), ADDED):
+            block = vectors[first : first + ADDED]
+            ids = [str(row) for row in range(first, first + len(block))]
+            index.add(ids, block, representations=[representation])
         for generator in generators:
             index.add_candidates(generator, name)
 
@@ -108,7 +113,7 @@ def maxray(
         settings: dict[str, dict[str, Any]] = {"all items": {"candidates": "exact"}}
         if generators:
             settings = {f"{g}, default": {"candidates": g} for g in generators}
-            numbers = itertools.product(generators, (100, 400, 1600, 6400))
+            numbers = itertools.product(generators, (400, 1600, 6400))
             settings |= {f"{g}, {n:,}": {"candidates": g, "num_candidates": n} for g, n in numbers}
         for label, options in settings.items():
             yield label, functools.partial(search, options)
@@ -514,6 +519,7 @@ def version(package: str) -> str:
 
 SYSTEMS: dict[str, System] = {
     "Maxray, int8": maxray(),
+    "Maxray, int8, ivf": maxray("ivf"),
     "Maxray, int8, lemur": maxray("lemur"),
     "Maxray, bits": maxray(codec="bits"),
     "Maxray, 16 vectors, int8": maxray(compressor={"name": "hpool", "num_vectors": 16}),

@@ -1,4 +1,4 @@
-"""Tables of evaluations and studies."""
+"""Choices and recommendations from studies, and tables of evaluations."""
 
 import json
 import re

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.query import AnyQuery
     from pipeline.search.searcher import Searcher
 
-#: `schema.QUERY_FILES`, whose module imports PyArrow.
+#: Parts of a query that are files, as `schema.QUERY_FILES`, whose module imports PyArrow.
 FILES = ("image", "audio", "video")
 
 

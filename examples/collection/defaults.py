@@ -139,11 +139,8 @@ def intervals(differences_RQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     >>> intervals(np.array([[0.5, 0.5], [0.0, 0.0]]))[0].tolist()
     [0.5, 0.0]
     """
-    num_queries = differences_RQ.shape[1]
-    weights = np.full(num_queries, 1 / num_queries)
-    counts_SQ = np.random.default_rng(0).multinomial(num_queries, weights, NUM_SAMPLES)
-    means_SR = counts_SQ @ differences_RQ.T.astype(np.float64) / num_queries
-    low_R, high_R = np.quantile(means_SR, [0.025, 0.975], axis=0)
+    ones_Q = np.ones(differences_RQ.shape[1])  # the means relative to 1
+    low_R, high_R = ratio_intervals(differences_RQ, ones_Q, num_samples=NUM_SAMPLES).T
     return low_R, high_R
 
 

@@ -30,7 +30,6 @@ from pipeline.registry import CANDIDATES, GeneratorSpec, short_name
 from pipeline.schema import with_metadata
 from pipeline.search.candidates import BM25, DEPTHS, Numbers
 from pipeline.search.candidates_sample import draw_sample
-from pipeline.search.isotropy import generator_remark
 from pipeline.search.num_candidates import measure, split_queries
 from pipeline.search.options import representation_info
 from pipeline.search.query import AnyQuery
@@ -65,7 +64,8 @@ class CandidatesJobSpec(Spec):
     """Seed of the sample."""
     recall: float = Field(0.98, ge=0.5, lt=1)
     """Wanted recall of the exact results, which determines the default number of candidates. It is
-    measured with past queries, or with vectors of the items."""
+    measured with past queries, otherwise with short passages of the items' texts, or with vectors
+    of the items."""
     commit_fragments: PositiveInt = 8
     """Number of fragments per commit."""
 
@@ -188,8 +188,6 @@ class Candidates(AddedColumns):
         info = index.candidates_columns[self.column]
         if info.representation in index.representations() and info.numbers is None:
             self._measure(session, index, info, report)
-        if info.representation in index.representations() and not self.former:
-            report(generator_remark(index, info.representation, info.generator_name))
         if self.former:
             session.writer.drop_columns(self.former)
             report(f"dropped {', '.join(self.former)}")

@@ -15,7 +15,7 @@ from pipeline.index.reader import IndexReader
 from pipeline.search.generators import Sample
 from pipeline.search.query import AnyQuery, QueryEncoders
 
-#: Number of words of the passages of items that are encoded as queries.
+#: Number of words of the passages of items whose token vectors are sampled.
 PASSAGE_WORDS = 16
 #: Number of queries per batch of the encoder.
 QUERY_BATCH = 64
@@ -59,7 +59,7 @@ def draw_sample(
         problem = "has no vectors"
         raise SpecError("representation", representation, "a filled representation", problem)
     if not queries and has_texts:
-        queries = _passages(table[info.text_column].to_pylist(), rng)
+        queries = passages(table[info.text_column].to_pylist(), PASSAGE_WORDS, rng)
     tokens = list(_query_tokens(index, info, queries, num_tokens))
     if sum(map(len, tokens)) < MIN_QUERY_TOKENS:
         chosen = rng.permutation(len(vectors_TD))[:num_tokens]
@@ -97,15 +97,15 @@ def _draw_items(
     return pa.concat_tables(tables)
 
 
-def _passages(texts: Sequence[str | None], rng: np.random.Generator) -> list[str]:
+def passages(texts: Sequence[str | None], num_words: int, rng: np.random.Generator) -> list[str]:
     """Returns a random passage of each text, in random order."""
-    passages = []
+    found = []
     for text in texts:
         words = re.findall(r"\S+", text or "")
-        start = int(rng.integers(max(len(words) - PASSAGE_WORDS, 0) + 1))
-        passages.append(" ".join(words[start : start + PASSAGE_WORDS]))
-    passages = [passage for passage in passages if passage]
-    return [passages[i] for i in rng.permutation(len(passages))]
+        start = int(rng.integers(max(len(words) - num_words, 0) + 1))
+        found.append(" ".join(words[start : start + num_words]))
+    found = [passage for passage in found if passage]
+    return [found[i] for i in rng.permutation(len(found))]
 
 
 def _query_tokens(

@@ -13,7 +13,8 @@ import numpy as np
 
 from pipeline.index.isotropy import sample_vectors
 from pipeline.index.reader import IndexReader
-from pipeline.search.candidates import DEPTHS, EXACT, IVF, Numbers, ivf_time
+from pipeline.search.candidates import DEPTHS, EXACT, IVF, QUERY_TOKENS, Numbers, ivf_time
+from pipeline.search.candidates_sample import passages
 from pipeline.search.query import AnyQuery
 from pipeline.search.searcher import Searcher
 
@@ -25,8 +26,11 @@ PROBES = (8, 16, 32, 64, 128, 256)
 BATCH = 4
 #: Maximum number of items that are searched: one shard of a larger index.
 MAX_ITEMS = 4_000_000
-#: Number of vectors of a query that consists of vectors of items, and the norm of their noise.
-QUERY_VECTORS, NOISE = 16, 1.0
+#: Number of words of a query that is a passage of an item. Passages of 4 words, or of 16, need a
+#: half, or a quarter, of the candidates of real questions (docs/results/candidates.md).
+QUERY_WORDS = 2
+#: Number of vectors of a query that consists of vectors of an item, and the norm of their noise.
+QUERY_VECTORS, NOISE = 4, 1.0
 
 
 def split_queries(queries: Sequence[AnyQuery]) -> tuple[Sequence[AnyQuery], Sequence[AnyQuery]]:
@@ -41,10 +45,13 @@ def measure(
 ) -> Numbers | None:
     """Measures the numbers of the generator of a column with given queries.
 
-    Without any, they are vectors of items with noise. Returns None if no item has any.
+    Without any, they are passages of the items' texts if the query encoder accepts texts, otherwise
+    vectors of items with noise. Returns None if no item has any.
     """
     representation = index.candidates_columns[column].representation
-    queries = queries or item_queries(index, representation)
+    is_given = bool(queries)
+    if not queries:
+        queries = _text_queries(index, representation) or _item_queries(index, representation)
     if not queries:
         return None
     shards = max(1, -(-len(index) // MAX_ITEMS))
@@ -65,7 +72,7 @@ def measure(
         return Numbers(recall, len(index), counts())
     packed = searcher.scorer.vectors(representation)
     item_vectors = packed.num_vectors / max(len(packed), 1)
-    num_tokens = sum(encoded.num_tokens) / len(encoded)
+    num_tokens = sum(encoded.num_tokens) / len(encoded) if is_given else QUERY_TOKENS
     found = {num_probes: counts(num_probes) for num_probes in PROBES}
     probes = [
         min(found, key=lambda p: ivf_time(p, num_tokens, found[p][i], item_vectors))
@@ -84,12 +91,21 @@ def _number(ranks: np.ndarray, loss: float) -> int:
     return int(np.sort(ranks)[num_kept - 1]) if num_kept else 1
 
 
-def item_queries(
-    index: IndexReader, representation: str, num_queries: int = NUM_QUERIES, seed: int = 0
-) -> list[AnyQuery]:
-    """Returns queries that consist of vectors of items with noise."""
-    vectors_TD, lengths_B = sample_vectors(index, representation, num_queries)
-    rng = np.random.default_rng(seed)
+def _text_queries(index: IndexReader, representation: str) -> list[str]:
+    """Returns passages of evenly spaced items, or none if texts cannot be encoded as queries."""
+    info = index.representation(representation)
+    if "text" not in info.encoder.query_kinds or info.text_column not in index.schema.names:
+        return []
+    rows = np.linspace(0, max(len(index) - 1, 0), min(NUM_QUERIES, len(index))).astype(int)
+    with index.corruption_errors():
+        texts = index.dataset.take(rows.tolist(), columns=[info.text_column])[info.text_column]
+    return passages(texts.to_pylist(), QUERY_WORDS, np.random.default_rng(0))
+
+
+def _item_queries(index: IndexReader, representation: str) -> list[AnyQuery]:
+    """Returns queries that consist of vectors of evenly spaced items with noise."""
+    vectors_TD, lengths_B = sample_vectors(index, representation, NUM_QUERIES)
+    rng = np.random.default_rng(0)
     queries: list[AnyQuery] = []
     for vectors_ND in np.split(vectors_TD, np.cumsum(lengths_B)[:-1]):
         chosen_MD = vectors_ND[rng.permutation(len(vectors_ND))[:QUERY_VECTORS]]

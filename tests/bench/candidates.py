@@ -4,13 +4,15 @@
     python -m tests.bench candidates --items 1000000 --generators lemur --figure plot.png
     python -m tests.bench candidates --vectors FOLDER --query-tokens 32
     python -m tests.bench candidates --vectors FOLDER --unmodified --items 117659
+    python -m tests.bench candidates --index INDEX --representation hpool_32_int8 --log log.jsonl
 
 The items are derived from real token vectors: each interpolates the vectors of two random
 documents and adds noise. By default, these are the abstracts of jobs/data/cranfield, encoded by
 MiniLM and merged to 32 vectors. --vectors names a folder in the .npy layout of `jobs.export` with
 queries, such as those of examples/papers/specs/candidates/wordnet.yaml. Vectors are projected to
-128 dimensions by a random orthogonal map. Half of the queries are the log to which generators are
-fitted, of the other half 128 are searched.
+128 dimensions by a random orthogonal map. --index names an index whose items are searched instead,
+with the texts of --log as queries; its generators are kept. Half of the queries are the log to
+which generators are fitted, of the other half 128 are searched.
 
 For each generator, the benchmark measures the time to build it, and by the number of candidates the
 recall of the exact results, the latency of single queries and the throughput in batches of 32.
@@ -33,6 +35,8 @@ import numpy as np
 import jobs
 from tests.bench.harness import Bench, Repeats, recall, seconds_of, table
 
+#: Text, or vectors (M, D).
+Query = str | np.ndarray
 #: Number of vectors per item and dimensions of the default vectors.
 NUM_VECTORS, DIM = 32, 128
 #: Standard deviation of the noise, relative to the norm of a vector.
@@ -73,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--unmodified", action="store_true", help="search the first documents themselves"
     )
+    parser.add_argument("--index", help="index to search")
+    parser.add_argument("--representation", default=COLUMN, help="representation of --index")
+    parser.add_argument("--log", type=Path, help="queries of --index (.jsonl)")
     parser.add_argument("--vectors", help="folder with documents.npy, doclens.npy and queries.npy")
     parser.add_argument(
         "--generators", nargs="+", choices=GENERATORS, default=list(GENERATORS), metavar="NAME"
@@ -106,6 +113,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     bench = Bench("candidates", arguments, args.out)
+    if args.index:
+        lines = args.log.read_text().splitlines()
+        with jobs.cluster():
+            run(bench, args, args.index, [json.loads(line)["text"] for line in lines])
+        return
     vectors = read_vectors(args.vectors) if args.vectors else shipped_vectors()
     if args.unmodified:
         vectors = vectors._replace(documents=vectors.documents[: args.items])
@@ -130,31 +142,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run(bench, args, uri, queries)
 
 
-def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> None:
+def run(bench: Bench, args: Namespace, uri: str, queries: Sequence[Query]) -> None:
     """Measures the exact search and each generator, and reports a table."""
     from pipeline.search.searcher import open_index
 
-    log, searched = queries[1::2], queries[::2][: args.queries]
+    log, searched, column = queries[1::2], queries[::2][: args.queries], args.representation
     searcher = open_index(uri)
-    searcher.load(COLUMN)
-    best = [r.item_ids for r in searcher.rank(searched, COLUMN, k=max(DEPTHS))]
-    p50, p99, rate = latencies(searcher, searched[:NUM_EXACT], args.repeats, {})
+    searcher.load(column)
+    best = [
+        ranking.item_ids
+        for ranking in searcher.rank(searched, column, k=max(DEPTHS), candidates="exact")
+    ]
+    options = {"candidates": "exact"}
+    p50, p99, rate = latencies(searcher, column, searched[:NUM_EXACT], args.repeats, options)
     optional = Optional(bench, args, searched)
     rows: list[list[Any]] = [["exact", "", "", "", 1.0, 1.0, p50, p99, str(rate)]]
     figures: dict[str, Any] = {"exact": {"p50_ms": p50, "p99_ms": p99, "queries_per_s": rate}}
     for name in args.generators:
         generator = GENERATORS[name]
-        seconds, num_bytes = build(uri, generator, log)
+        seconds, num_bytes = build(uri, column, generator, log)
         searcher = open_index(uri)
         candidates = generator["name"]
-        searcher.load(COLUMN, candidates=candidates)
+        searcher.load(column, candidates=candidates)
         for number in (None, *args.num_candidates):  # None: the measured numbers
             options = {"candidates": candidates, "num_candidates": number}
             recalls = []
             for depth in DEPTHS:
-                found = searcher.rank(searched, COLUMN, k=min(depth, number or depth), **options)
+                found = searcher.rank(searched, column, k=min(depth, number or depth), **options)
                 recalls.append(recall(best, [r.item_ids for r in found], depth))
-            p50, p99, rate = latencies(searcher, searched, args.repeats, options)
+            p50, p99, rate = latencies(searcher, column, searched, args.repeats, options)
             label = number or "default"
             rows.append([name, f"{seconds:.1f}", num_bytes, label, *recalls, p50, p99, str(rate)])
             print(f"{name} {label}: recall {recalls}, {p50:.2f} ms", flush=True)
@@ -167,14 +183,14 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
                 "queries_per_s": rate,
             }
         optional.measure(searcher, candidates)
-        if args.folder is None:
-            drop(uri, generator)
+        if args.folder is None and args.index is None:
+            drop(uri, column, generator)
     optional.report()
-    lengths = [len(query) for query in searched]
+    lengths = searcher.queries(searched, column).num_tokens
     title = (
-        f"{args.items:,} items {'of' if args.unmodified else 'derived from'} real vectors,"
-        f" {len(searched)} queries of {np.mean(lengths):.0f} tokens on average, int8; generators"
-        f" fitted to {len(log)} others"
+        f"{len(searcher.items):,} items {'of' if args.unmodified or args.index else 'derived from'}"
+        f" real vectors, {len(searched)} queries of {np.mean(lengths):.0f} tokens on average;"
+        f" generators fitted to {len(log)} others"
     )
     header = ["generator", "build s", "B/item", "candidates"]
     header += [*(f"recall@{depth}" for depth in DEPTHS), "p50 ms", "p99 ms", "queries/s"]
@@ -187,7 +203,7 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
 class Optional:
     """Optional measurements of each generator, which have tables of their own."""
 
-    def __init__(self, bench: Bench, args: Namespace, queries: list[np.ndarray]):
+    def __init__(self, bench: Bench, args: Namespace, queries: Sequence[Query]):
         self._bench, self._args, self._queries = bench, args, queries
         self._rows: dict[str, list[tuple[list[Any], dict[str, float]]]] = {}
 
@@ -195,7 +211,8 @@ class Optional:
         """Measures a generator and prints each row."""
         from tests.bench import candidates_filters, candidates_stopping
 
-        given, shares = (searcher, COLUMN, self._queries, name), self._args.selectivity
+        given = (searcher, self._args.representation, self._queries, name)
+        shares = self._args.selectivity
         measurements = {"filtered search": candidates_filters.measure(*given, shares)}
         if self._args.stopping:
             measurements["early termination"] = candidates_stopping.measure(*given)
@@ -215,7 +232,7 @@ class Optional:
         for title, rows in self._rows.items():
             figures = {" ".join(map(str, cells[:2])): numbers for cells, numbers in rows}
             text = table(header[title], [cells for cells, _ in rows])
-            self._bench.add(title, f"{title}, {self._args.items:,} items", figures, text)
+            self._bench.add(title, title, figures, text)
 
 
 def _write_figure(path: Path, rows: Sequence[Sequence[Any]]) -> None:
@@ -241,14 +258,19 @@ def _write_figure(path: Path, rows: Sequence[Sequence[Any]]) -> None:
     path.write_bytes(to_png(figure))
 
 
-def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[float, float]:
+def build(
+    uri: str, representation: str, generator: dict[str, Any], log: Sequence[Query]
+) -> tuple[float, float]:
     """Builds a generator. Returns the seconds it takes and the bytes per item of its codes."""
     from pipeline.config import parse
     from pipeline.index import add
     from pipeline.index.reader import IndexReader
     from pipeline.search import candidates_job
 
-    spec = parse(candidates_job.CandidatesJobSpec, {"index": uri, "generator": generator})
+    spec = parse(
+        candidates_job.CandidatesJobSpec,
+        {"index": uri, "generator": generator, "representation": representation},
+    )
     start = time.perf_counter()
     add.run(
         candidates_job.Candidates(spec, candidates_job.CandidatesResources(), queries=log),
@@ -265,35 +287,38 @@ def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[f
     return seconds, fitted.codec.token_bytes(fitted.dim) * float(lengths.mean())
 
 
-def drop(uri: str, generator: dict[str, Any]) -> None:
+def drop(uri: str, representation: str, generator: dict[str, Any]) -> None:
     """Drops a generator."""
     from pipeline.config import parse
     from pipeline.search import candidates_job
 
-    spec = parse(candidates_job.CandidatesJobSpec, {"index": uri, "generator": generator})
+    spec = parse(
+        candidates_job.CandidatesJobSpec,
+        {"index": uri, "generator": generator, "representation": representation},
+    )
     candidates_job.drop(spec, job=jobs.job_id(), report=jobs.say)
 
 
 def latencies(
-    searcher: Any, queries: list[np.ndarray], repeats: int, options: dict[str, Any]
+    searcher: Any, column: str, queries: Sequence[Query], repeats: int, options: dict[str, Any]
 ) -> tuple[float, float, Repeats]:
     """Measures the median and 99th percentile of a query in ms, and queries per second in batches.
 
     Queries are transformed beforehand, so that only candidate generation and scoring are measured.
     """
-    encoded = [searcher.queries([query], COLUMN) for query in queries]
-    for query in encoded[: 3 if options else 1]:  # warm-up
-        searcher.rank(query, COLUMN, k=10, **options)
-    times = [seconds_of(lambda q=q: searcher.rank(q, COLUMN, k=10, **options)) for q in encoded]
+    encoded = [searcher.queries([query], column) for query in queries]
+    for query in encoded[:3]:  # warm-up
+        searcher.rank(query, column, k=10, **options)
+    times = [seconds_of(lambda q=q: searcher.rank(q, column, k=10, **options)) for q in encoded]
     batches = [
-        searcher.queries(queries[first : first + BATCH], COLUMN)
+        searcher.queries(queries[first : first + BATCH], column)
         for first in range(0, len(queries), BATCH)
     ]
     rates = []
     for _ in range(repeats):
         start = time.perf_counter()
         for batch in batches:
-            searcher.rank(batch, COLUMN, k=10, **options)
+            searcher.rank(batch, column, k=10, **options)
         rates.append(len(queries) / (time.perf_counter() - start))
     p50, p99 = (1000 * float(np.percentile(times, p)) for p in (50, 99))
     return p50, p99, Repeats(tuple(rates))

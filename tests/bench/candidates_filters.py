@@ -14,7 +14,7 @@ HEADER = ["generator", "share", "items", "exact ms", "generator ms", "recall@10"
 
 
 def measure(
-    searcher: Any, column: str, queries: Sequence[np.ndarray], name: str, shares: Sequence[float]
+    searcher: Any, column: str, queries: Sequence[Any], name: str, shares: Sequence[float]
 ) -> Iterator[tuple[list[Any], dict[str, float]]]:
     """Measures the search in random shares of the items, exactly and by a generator.
 

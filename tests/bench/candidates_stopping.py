@@ -30,7 +30,7 @@ HEADER = ["generator", "rule", "scored", "recall@10", "ms"]
 
 
 def measure(
-    searcher: Any, column: str, queries: Sequence[np.ndarray], name: str
+    searcher: Any, column: str, queries: Sequence[Any], name: str
 ) -> Iterator[tuple[list[Any], dict[str, float]]]:
     """Simulates the rules and measures the time of exact scoring, without that of the generator.
 

@@ -11,8 +11,13 @@ import pytest
 
 from jobs import evaluate, plan, status
 from pipeline import Index
+from pipeline.config import parse
+from pipeline.index import job
 from pipeline.index.isotropy import isotropy_remark, mean_cosine, sample_vectors
 from pipeline.index.reader import IndexReader
+from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.search import num_candidates
+from tests.tiny.anisotropic import ANISOTROPIC
 
 DIM = 64
 
@@ -110,3 +115,42 @@ def test_recommendations_and_evaluations_report_it(tmp_path, capsys):
     evaluate.main([str(tmp_path / "spec.yaml")])
     assert remark in capsys.readouterr().out
     assert remark in (tmp_path / "evaluation/report.html").read_text()
+
+
+def test_encoder_with_a_shared_direction(cluster, tmp_path, monkeypatch):
+    """An item is found by some of its words, through the index job, candidates and the search."""
+    monkeypatch.setattr(num_candidates, "QUERY_TOKENS", num_candidates.QUERY_WORDS)
+    rng = np.random.default_rng(0)
+    items = ["_".join(f"w{word}" for word in rng.permutation(4000)[:8]) for _ in range(600)]
+    lines = [json.dumps({"_id": item, "text": item.replace("_", " ")}) for item in items]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
+    given = {
+        "index": str(tmp_path / "index"),
+        "source": {"name": "text", "path": str(tmp_path)},
+        "encoder": {"class": ANISOTROPIC, "seconds": 0.0, "num_tokens": 8, "dim": 64},
+        "representations": [
+            {"compressor": "none", "codec": codec} for codec in ("float32", "int8", "bits")
+        ],
+    }
+    job.run(parse(IndexSpec, given), IndexResources(), job="1", report=lambda line: None)
+    index = Index(given["index"])
+    assert mean_cosine(index.reader, "full_float32") == pytest.approx(0.95, abs=0.01)
+    for name in ("full_float32", "full_bits_1"):
+        index.add_candidates({"name": "ivf", "num_centroids": 1024}, representation=name)
+    queries = [" ".join(item.split("_")[:4]) for item in items[::20]]
+    for name in ("full_bits_1", "full_int8"):
+        assert first(index, queries, name) == items[::20]
+    for name in ("full_float32", "full_bits_1"):
+        found = first(index, queries, name, candidates="ivf", num_candidates=10)
+        share = np.mean([a == b for a, b in zip(found, items[::20], strict=True)])
+        assert share > 0.9
+    column = index.reader.candidates_columns["full_float32_ivf_1_candidates"]
+    passages = num_candidates._text_queries(index.reader, "full_float32")
+    assert all(any(passage in item.replace("_", " ") for item in items) for passage in passages)
+    numbers = num_candidates.measure(index.reader, column.name, passages, recall=0.98)
+    assert column.numbers == numbers._asdict() and len(passages) == num_candidates.NUM_QUERIES
+
+
+def first(index: Index, queries: list[str], representation: str, **options: object) -> list[str]:
+    hits = index.searcher.search(queries, representation, k=1, **options)
+    return [best[0].item_id for best in hits]

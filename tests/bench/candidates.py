@@ -101,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="SHARE",
         help="also measure filtered search in these shares of the items, such as 0.001 0.01 0.1",
     )
+    parser.add_argument("--filters", nargs="+", default=[], help="also measure these filters")
     parser.add_argument(
         "--stopping", action="store_true", help="also simulate early termination of exact scoring"
     )
@@ -212,8 +213,8 @@ class Optional:
         from tests.bench import candidates_filters, candidates_stopping
 
         given = (searcher, self._args.representation, self._queries, name)
-        shares = self._args.selectivity
-        measurements = {"filtered search": candidates_filters.measure(*given, shares)}
+        selections = self._args.selectivity, self._args.filters
+        measurements = {"filtered search": candidates_filters.measure(*given, *selections)}
         if self._args.stopping:
             measurements["early termination"] = candidates_stopping.measure(*given)
         for title, rows in measurements.items():

@@ -10,13 +10,20 @@ import numpy as np
 
 from tests.bench.harness import recall, seconds_of
 
-HEADER = ["generator", "share", "items", "exact ms", "generator ms", "recall@10", "search"]
+#: Maximum number of queries, which are searched twice for each row.
+NUM_QUERIES = 64
+HEADER = ["generator", "selected", "items", "exact ms", "generator ms", "recall@10", "search"]
 
 
 def measure(
-    searcher: Any, column: str, queries: Sequence[Any], name: str, shares: Sequence[float]
+    searcher: Any,
+    column: str,
+    queries: Sequence[Any],
+    name: str,
+    shares: Sequence[float],
+    filters: Sequence[str],
 ) -> Iterator[tuple[list[Any], dict[str, float]]]:
-    """Measures the search in random shares of the items, exactly and by a generator.
+    """Measures searches in random shares of the items and with filters, exactly and by a generator.
 
     The result of the filter is given, because its evaluation does not depend on the generator.
 
@@ -26,23 +33,25 @@ def measure(
     from pipeline.search import score
     from pipeline.search.options import SearchOptions
 
-    encoded = searcher.queries(queries, column).split()
+    encoded = searcher.queries(queries[:NUM_QUERIES], column).split()
     exact, generator = (
         SearchOptions(representation=column, candidates="exact"),
         SearchOptions(representation=column, candidates=name),
     )
     rng = np.random.default_rng(0)
-    for share in shares:
-        rows = np.flatnonzero(rng.random(len(searcher.items)) < share)
+    drawn = (np.flatnonzero(rng.random(len(searcher.items)) < share) for share in shares)
+    selected = {f"{share:.2%}": rows for share, rows in zip(shares, drawn, strict=True)}
+    selected |= {text: searcher.items.select(SearchOptions(filter=text)) for text in filters}
+    for label, rows in selected.items():
         reference, exact_ms = _rank(searcher.scorer, encoded, exact, rows)
         with mock.patch.object(score, "EXACT_ITEMS", 0):
             found, generator_ms = _rank(searcher.scorer, encoded, generator, rows)
         best, ids = ([ranking.item_ids for ranking in side] for side in (reference, found))
-        share_found = recall(best, ids, 10)
+        found_share = recall(best, ids, 10)
         search = "exact" if searcher.scorer.scores_all(generator, rows) else name
-        figures = {"exact_ms": exact_ms, "generator_ms": generator_ms, "recall@10": share_found}
+        figures = {"exact_ms": exact_ms, "generator_ms": generator_ms, "recall@10": found_share}
         times = f"{exact_ms:.2f}", f"{generator_ms:.2f}"
-        cells = [name, f"{share:.1%}", f"{len(rows):,}", *times, f"{share_found:.3f}", search]
+        cells = [name, label, f"{len(rows):,}", *times, f"{found_share:.3f}", search]
         yield cells, figures
 
 

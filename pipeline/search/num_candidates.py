@@ -26,8 +26,8 @@ PROBES = (8, 16, 32, 64, 128, 256)
 BATCH = 4
 #: Maximum number of items that are searched: one shard of a larger index.
 MAX_ITEMS = 4_000_000
-#: Number of words of a query that is a passage of an item. Passages of 4 words, or of 16, need a
-#: half, or a quarter, of the candidates of real questions (docs/results/candidates.md).
+#: Number of words of a query that is a passage of an item. Longer passages need fewer candidates
+#: than real questions (docs/results/candidates.md).
 QUERY_WORDS = 2
 #: Number of vectors of a query that consists of vectors of an item, and the norm of their noise.
 QUERY_VECTORS, NOISE = 4, 1.0

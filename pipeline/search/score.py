@@ -40,8 +40,11 @@ from pipeline.search.candidates import (
     BM25,
     EXACT,
     IVF,
+    QUERY_TOKENS,
     SINGLE,
+    VECTORS_PER_ITEM,
     generator_columns,
+    ivf_time,
     numbers_for,
 )
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
@@ -279,7 +282,20 @@ class Scorer:
         number = max(self._nums_candidates(options))
         if rows is None:
             return len(self._items) <= number
-        return len(rows) <= max(number, EXACT_ITEMS)
+        if len(rows) <= max(number, EXACT_ITEMS):
+            return True
+        return options.candidates == IVF and self._is_exact_faster(options, len(rows))
+
+    def _is_exact_faster(self, options: SearchOptions, num_rows: int) -> bool:
+        """Compares estimated times: `ivf` probes more lists, the fewer items a filter selects."""
+        info = self._index.representation(options.column)
+        column = generator_columns(self._index, info, IVF)[IVF]
+        share = num_rows / max(len(self._items), 1)
+        given = options.k, options.num_candidates
+        num, num_probes = numbers_for(self._index, column, *given, share)
+        item_vectors = info.num_vectors or VECTORS_PER_ITEM
+        exact_time = ivf_time(0, QUERY_TOKENS, num_rows, item_vectors)
+        return exact_time < ivf_time(num_probes, QUERY_TOKENS, num, item_vectors)
 
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None

@@ -12,6 +12,7 @@ from pipeline.index.reader import IndexReader
 from pipeline.search import candidates, lists, score
 from pipeline.search.candidates import DEPTHS, Numbers
 from pipeline.search.num_candidates import NUM_QUERIES, PROBES, measure, split_queries
+from pipeline.search.options import SearchOptions
 
 DIM, NUM_ITEMS = 32, 1200
 COLUMN = "full_lemur_1_candidates"
@@ -110,6 +111,15 @@ def test_more_lists_are_probed_for_items_unlike_the_query(index, monkeypatch):
     found = recall()
     monkeypatch.setattr(lists, "MAX_PROBES", 0)
     assert recall() + 0.2 < found > 0.5
+
+
+@pytest.mark.parametrize(("num_probes", "is_exact"), [(4, False), (4000, True)])
+def test_filtered_searches_are_exact_if_that_is_faster(index, num_probes, is_exact, monkeypatch):
+    """600 items take 4,200 us, and 10 candidates of 4 or 4,000 lists 179 or 108,870 us."""
+    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    monkeypatch.setattr(score, "numbers_for", lambda *given: (10, num_probes))
+    options = SearchOptions(representation="full", candidates="ivf", num_candidates=10)
+    assert index.searcher.scorer.scores_all(options, np.arange(600)) == is_exact
 
 
 @pytest.mark.parametrize(("num_lemur", "expected"), [(400, "lemur"), (8000, "ivf")])

@@ -39,8 +39,8 @@ def measure(
         SearchOptions(representation=column, candidates=name),
     )
     rng = np.random.default_rng(0)
-    drawn = (np.flatnonzero(rng.random(len(searcher.items)) < share) for share in shares)
-    selected = {f"{share:.2%}": rows for share, rows in zip(shares, drawn, strict=True)}
+    num_items = len(searcher.items)
+    selected = {f"{share:.2%}": np.flatnonzero(rng.random(num_items) < share) for share in shares}
     selected |= {text: searcher.items.select(SearchOptions(filter=text)) for text in filters}
     for label, rows in selected.items():
         reference, exact_ms = _rank(searcher.scorer, encoded, exact, rows)

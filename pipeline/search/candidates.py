@@ -107,6 +107,21 @@ def ivf_time(
     return PROBE_TIME * num_probes * num_tokens + VECTOR_TIME * num_candidates * item_vectors
 
 
+def is_exact_faster(
+    index: IndexReader, info: RepresentationInfo, k: int, num: int | None, num_rows: int
+) -> bool:
+    """Estimates whether scoring all items that satisfy a filter is faster than `ivf`.
+
+    The fewer items there are, the more lists are probed.
+    """
+    share = num_rows / max(len(index), 1)
+    column = generator_columns(index, info, IVF)[IVF]
+    num, num_probes = numbers_for(index, column, k, num, share)
+    item_vectors = info.num_vectors or VECTORS_PER_ITEM
+    exact_time = VECTOR_TIME * num_rows * item_vectors
+    return exact_time < ivf_time(num_probes, QUERY_TOKENS, num, item_vectors)
+
+
 def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:
     """Returns the columns of the generators that can be used for a representation, by name.
 

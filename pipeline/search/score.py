@@ -40,11 +40,9 @@ from pipeline.search.candidates import (
     BM25,
     EXACT,
     IVF,
-    QUERY_TOKENS,
     SINGLE,
-    VECTORS_PER_ITEM,
     generator_columns,
-    ivf_time,
+    is_exact_faster,
     numbers_for,
 )
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
@@ -282,20 +280,10 @@ class Scorer:
         number = max(self._nums_candidates(options))
         if rows is None:
             return len(self._items) <= number
-        if len(rows) <= max(number, EXACT_ITEMS):
-            return True
-        return options.candidates == IVF and self._is_exact_faster(options, len(rows))
-
-    def _is_exact_faster(self, options: SearchOptions, num_rows: int) -> bool:
-        """Compares estimated times: `ivf` probes more lists, the fewer items a filter selects."""
-        info = self._index.representation(options.column)
-        column = generator_columns(self._index, info, IVF)[IVF]
-        share = num_rows / max(len(self._items), 1)
-        given = options.k, options.num_candidates
-        num, num_probes = numbers_for(self._index, column, *given, share)
-        item_vectors = info.num_vectors or VECTORS_PER_ITEM
-        exact_time = ivf_time(0, QUERY_TOKENS, num_rows, item_vectors)
-        return exact_time < ivf_time(num_probes, QUERY_TOKENS, num, item_vectors)
+        if options.candidates != IVF or len(rows) <= max(number, EXACT_ITEMS):
+            return len(rows) <= max(number, EXACT_ITEMS)
+        given = options.k, options.num_candidates, len(rows)
+        return is_exact_faster(self._index, self._index.representation(options.column), *given)
 
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
@@ -391,12 +379,7 @@ class Scorer:
             pools.append(self._ranking(found, parts, rows))
         return pools
 
-    def _candidates(
-        self,
-        queries: Queries,
-        options: SearchOptions,
-        rows: np.ndarray | None,
-    ) -> list[np.ndarray]:
+    def _candidates(self, queries: Queries, options: SearchOptions, rows: Rows) -> list[np.ndarray]:
         """Finds the ascending indices of the candidates of each query in a batch.
 
         Items that have vectors but no code are candidates of all queries. If fewer than k items are
@@ -423,8 +406,7 @@ class Scorer:
     ) -> list[np.ndarray]:
         """Finds the items whose codes match each query best, and those without a code."""
         share = 1.0 if rows is None else len(rows) / max(len(self._items), 1)
-        given = options.k, options.num_candidates
-        num, num_probes = numbers_for(self._index, column, *given, share)
+        num, num_probes = numbers_for(self._index, column, options.k, options.num_candidates, share)
         uncoded, unscored = self._uncoded(column, options)
         coded = rows
         if len(unscored):

@@ -96,6 +96,7 @@ def test_more_lists_are_probed_for_items_unlike_the_query(index, monkeypatch):
     """Items of the worse half are in few of the probed lists."""
     monkeypatch.setattr(score, "EXACT_ITEMS", 0)
     monkeypatch.setattr(score, "numbers_for", lambda *given: (400, 4))
+    monkeypatch.setattr(score, "is_exact_faster", lambda *given: False)
 
     def recall() -> float:
         shares = []
@@ -117,7 +118,7 @@ def test_more_lists_are_probed_for_items_unlike_the_query(index, monkeypatch):
 def test_filtered_searches_are_exact_if_that_is_faster(index, num_probes, is_exact, monkeypatch):
     """600 items take 4,200 us, and 10 candidates of 4 or 4,000 lists 179 or 108,870 us."""
     monkeypatch.setattr(score, "EXACT_ITEMS", 0)
-    monkeypatch.setattr(score, "numbers_for", lambda *given: (10, num_probes))
+    monkeypatch.setattr(candidates, "numbers_for", lambda *given: (10, num_probes))
     options = SearchOptions(representation="full", candidates="ivf", num_candidates=10)
     assert index.searcher.scorer.scores_all(options, np.arange(600)) == is_exact
 

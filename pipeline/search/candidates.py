@@ -108,13 +108,22 @@ def ivf_time(
 
 
 def is_exact_faster(
-    index: IndexReader, info: RepresentationInfo, k: int, num: int | None, num_rows: int
+    index: IndexReader,
+    info: RepresentationInfo,
+    k: int,
+    num: int | None,
+    num_rows: int,
+    num_items: int,
 ) -> bool:
     """Estimates whether scoring all items that satisfy a filter is faster than `ivf`.
 
     The fewer items there are, the more lists are probed.
+
+    Args:
+        num_rows: Number of items that satisfy the filter, of the index or of one of its shards.
+        num_items: Number of all items, of the index or of the shard.
     """
-    share = num_rows / max(len(index), 1)
+    share = num_rows / max(num_items, 1)
     column = generator_columns(index, info, IVF)[IVF]
     num, num_probes = numbers_for(index, column, k, num, share)
     item_vectors = info.num_vectors or VECTORS_PER_ITEM

@@ -282,7 +282,7 @@ class Scorer:
             return len(self._items) <= number
         if options.candidates != IVF or len(rows) <= max(number, EXACT_ITEMS):
             return len(rows) <= max(number, EXACT_ITEMS)
-        given = options.k, options.num_candidates, len(rows)
+        given = options.k, options.num_candidates, len(rows), len(self._items)
         return is_exact_faster(self._index, self._index.representation(options.column), *given)
 
     def rank(

@@ -414,9 +414,9 @@ def _verify(
     on_corruption: Callable[[], None],
     starts: np.ndarray,
     lengths: np.ndarray,
-) -> None:
+) -> bool:
     try:
-        file.verify(starts, lengths)
+        return file.verify(starts, lengths)
     except CorruptedError as error:
         file.remove()
         on_corruption()

@@ -33,7 +33,8 @@ class Segment:
         offsets: (S,) int64, index of the first vector of each document, or None if the documents
             are contiguous.
         verify: Called with the starts and lengths (n,) int64 of runs of vectors before they are
-            read. Raises `SpecError` if they are corrupted. Vectors on other devices were verified
+            read. Raises `SpecError` if they are corrupted, and returns whether all vectors have
+            been verified, so that further calls do nothing. Vectors on other devices were verified
             when they were copied.
         storage: Owner of `parts` and `lengths`, if other segments may share them, or owners of
             joined segments. They remain in use as long as this segment.
@@ -45,8 +46,8 @@ class Segment:
     lengths: torch.Tensor
     live: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
-    verify: Callable[[np.ndarray, np.ndarray], None] = field(
-        default=lambda starts, lengths: None, repr=False
+    verify: Callable[[np.ndarray, np.ndarray], bool] = field(
+        default=lambda starts, lengths: True, repr=False
     )
     storage: Storage | list[Any] | None = field(default=None, repr=False)
 

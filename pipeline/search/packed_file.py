@@ -278,16 +278,17 @@ class PackedFile(Storage):
             if os.path.samestat(self.path.stat(), self._status):
                 self.path.unlink()
 
-    def verify(self, starts: np.ndarray, lengths: np.ndarray) -> None:
+    def verify(self, starts: np.ndarray, lengths: np.ndarray) -> bool:
         """Verifies the checksums of the blocks that contain some documents, once per block.
 
-        This method is thread-safe: at worst, two threads verify the same block.
+        This method is thread-safe: at worst, two threads verify the same block. Returns whether all
+        blocks have been verified.
 
         Raises:
             CorruptedError: A block does not match its checksum.
         """
         if self._verified.all():
-            return
+            return True
         first, size = starts[lengths > 0], lengths[lengths > 0]
         # A block is read if more documents have started than ended up to it.
         num_blocks = len(self._verified) + 1
@@ -300,6 +301,7 @@ class PackedFile(Storage):
                 if zlib.crc32(part[vectors].numpy().data) != expected:
                     raise CorruptedError(f"is corrupted in block {block}")
             self._verified[block] = True
+        return bool(self._verified.all())
 
 
 _open_files: SharedStorages[PackedFile] = SharedStorages()

@@ -67,6 +67,8 @@ class _Layout:
         lengths: (B,) int64, number of vectors per item.
         ends: (B,) int64, number of vectors up to and including those of each item.
         longest: Maximum number of vectors per item.
+        is_verified: (G,) bool, whether all vectors of a segment are known to be intact. Thousands
+            of calls of `Segment.verify` would take milliseconds.
     """
 
     kind: int
@@ -76,6 +78,7 @@ class _Layout:
     lengths: np.ndarray
     ends: np.ndarray
     longest: int
+    is_verified: np.ndarray
 
     @classmethod
     def of(cls, packed: PackedVectors) -> _Layout:
@@ -101,6 +104,7 @@ class _Layout:
                 lengths,
                 lengths.cumsum(),
                 int(lengths.max(initial=0)),
+                np.zeros(len(segments), bool),
             )
         return _layouts[packed]
 
@@ -145,7 +149,8 @@ class Documents:
     starts: np.ndarray
     lengths: np.ndarray
     ends: np.ndarray
-    _groups: np.ndarray  # (S,) arguments of the segments
+    _layout: _Layout
+    _used: np.ndarray  # (S,) int64, numbers of the segments
     _bounds: np.ndarray  # (S + 1,) first document of each segment, then the number of documents
 
     @classmethod
@@ -157,11 +162,12 @@ class Documents:
             index = rows.numpy()
             starts, lengths = starts[index], lengths[index]
             ends, bounds = lengths.cumsum(), np.searchsorted(index, bounds)
-        is_used = np.diff(bounds) > 0
-        segments = [packed.segments[i] for i in np.flatnonzero(is_used)]
-        bounds = np.append(bounds[:-1][is_used], len(starts))
-        groups = layout.groups[is_used]
-        return cls(layout.kind, layout.longest, segments, starts, lengths, ends, groups, bounds)
+        used = np.flatnonzero(np.diff(bounds) > 0)
+        segments = [packed.segments[i] for i in used]
+        bounds = np.append(bounds[used], len(starts))
+        return cls(
+            layout.kind, layout.longest, segments, starts, lengths, ends, layout, used, bounds
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -186,9 +192,12 @@ class Documents:
         first = int(np.searchsorted(self._bounds, begin, side="right")) - 1
         last = int(np.searchsorted(self._bounds, end))
         cuts = self._bounds[first : last + 1].clip(begin, end)
-        for segment, a, b in zip(self.segments[first:last], cuts[:-1], cuts[1:], strict=True):
-            segment.verify(self.starts[a:b], self.lengths[a:b])
-        groups = self._groups[first:last].copy()
+        used, is_verified = self._used[first:last], self._layout.is_verified
+        for number in np.flatnonzero(~is_verified[used]).tolist():
+            part = slice(cuts[number], cuts[number + 1])
+            verify = self.segments[first + number].verify
+            is_verified[used[number]] = verify(self.starts[part], self.lengths[part])
+        groups = self._layout.groups[used]
         groups["starts"] = self.starts.ctypes.data + 8 * cuts[:-1]
         groups["lengths"] = self.lengths.ctypes.data + 8 * cuts[:-1]
         groups["count"] = np.diff(cuts)

@@ -342,28 +342,32 @@ static inline void multiply_pairs(
 #elif LEVEL >= AVX512
 // The instruction requires one unsigned operand, so rows are unsigned: 128 is added to those of int8,
 // and those of bits are 2 code (`expand`). `offsets` are the products with what was added, negated.
+// HALVES is 1 if the second half of the panel is padding, whose products are arbitrary.
+template <int HALVES>
 static inline void multiply_int8(const Block& block, const int8_t* panel, const int32_t* offsets,
                                  int steps, const char* ahead, float* out) {
+    constexpr int ROWS = 8 / HALVES;
     const int words = steps * 16;
-    for (int r = 0; r < block.rows; r += 4) {
-        __m512i sums[4][2];
-        for (int i = 0; i < 4; ++i)
-            for (int half = 0; half < 2; ++half)
+    for (int r = 0; r < block.rows; r += ROWS) {
+        __m512i sums[ROWS][HALVES];
+        for (int i = 0; i < ROWS; ++i)
+            for (int half = 0; half < HALVES; ++half)
                 sums[i][half] = _mm512_loadu_si512(offsets + half * 16);
         for (int k = 0; k < words; ++k) {
-            if (k % 4 == 0) prefetch_lines(ahead, 1);
-            const __m512i q0 = _mm512_loadu_si512(panel + k * 64);
-            const __m512i q1 = _mm512_loadu_si512(panel + steps * 1024 + k * 64);
-            for (int i = 0; i < 4; ++i) {
+            if (k % 4 == 0) prefetch_lines(ahead, ROWS / 4);
+            __m512i query[HALVES];
+            for (int half = 0; half < HALVES; ++half)
+                query[half] = _mm512_loadu_si512(panel + (half * steps * 16 + k) * 64);
+            for (int i = 0; i < ROWS; ++i) {
                 int32_t four;
                 memcpy(&four, block.bytes + (r + i) * block.stride + k * 4, 4);
                 const __m512i doc = _mm512_set1_epi32(four);
-                sums[i][0] = _mm512_dpbusd_epi32(sums[i][0], doc, q0);
-                sums[i][1] = _mm512_dpbusd_epi32(sums[i][1], doc, q1);
+                for (int half = 0; half < HALVES; ++half)
+                    sums[i][half] = _mm512_dpbusd_epi32(sums[i][half], doc, query[half]);
             }
         }
-        for (int i = 0; i < 4; ++i)
-            for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < ROWS; ++i)
+            for (int half = 0; half < HALVES; ++half)
                 _mm512_storeu_si512(out + (r + i) * 32 + half * 16, sums[i][half]);
     }
 }
@@ -397,19 +401,21 @@ static inline void widen_int8(const int8_t* in, int dim, int16_t* out) {
 
 // Multiplies rows that were widened to int16 with stride `width`. Pairs of dimensions are multiplied
 // at once: with AVX2, an item of 32 vectors of 128 dimensions takes 2.8 us for 32 query tokens, and
-// 4.8 us with float32. The sums of the rows of a step occupy half of the registers.
+// 4.8 us with float32. The sums of the rows of a step occupy half of the registers. The products with
+// tokens beyond the first NUM_PARTS vectors of the panel are arbitrary.
+template <int NUM_PARTS = PARTS>
 static inline void multiply_int16(const Scratch& s, int num_rows, const int16_t* panel, float* out) {
-    constexpr int ROWS = LEVEL >= AVX512 ? 4 : 2;
+    constexpr int ROWS = (LEVEL >= AVX512 ? 4 : 2) * PARTS / NUM_PARTS;
     const int16_t* rows = (const int16_t*)s.floats;
     for (int r = 0; r < num_rows; r += ROWS) {
-        integers sums[ROWS][PARTS] = {};
+        integers sums[ROWS][NUM_PARTS] = {};
         for (int d = 0; d < s.width; d += 2) {
             const integers* query = (const integers*)(panel + d * 32);
             for (int i = 0; i < ROWS; ++i) {
                 int32_t pair;
                 memcpy(&pair, rows + (r + i) * s.width + d, 4);
                 const integers x = integers{} + pair;
-                for (int p = 0; p < PARTS; ++p)
+                for (int p = 0; p < NUM_PARTS; ++p)
 #if LEVEL >= AVX512
                     sums[i][p] = (integers)_mm512_dpwssd_epi32(
                         (__m512i)sums[i][p], (__m512i)x, _mm512_loadu_si512(query + p));
@@ -419,7 +425,7 @@ static inline void multiply_int16(const Scratch& s, int num_rows, const int16_t*
 #endif
             }
         }
-        memcpy(out + r * 32, sums, sizeof(sums));
+        for (int i = 0; i < ROWS; ++i) memcpy(out + (r + i) * 32, sums[i], sizeof(sums[i]));
     }
 }
 #endif
@@ -707,14 +713,14 @@ static void score_as(
             take_pending();
 #if LEVEL >= AVX512
             if (INTEGERS)
-                multiply_int8(block, (const int8_t*)queries.packed + offset,
-                              (const int32_t*)((const int8_t*)queries.packed + padded * s.width) +
-                                  panel * 32,
-                              s.width / 64, panel || docs.kind != INT8 ? nullptr : ahead,
-                              s.products);
+                (queries.tokens - panel * 32 > 16 ? multiply_int8<2> : multiply_int8<1>)(
+                    block, (const int8_t*)queries.packed + offset,
+                    (const int32_t*)((const int8_t*)queries.packed + padded * s.width) + panel * 32,
+                    s.width / 64, panel || docs.kind != INT8 ? nullptr : ahead, s.products);
 #elif LEVEL >= AVX2
             if (INTEGERS)
-                multiply_int16(s, block.rows, (const int16_t*)queries.packed + offset, s.products);
+                (queries.tokens - panel * 32 > 16 ? multiply_int16<PARTS> : multiply_int16<PARTS / 2>)(
+                    s, block.rows, (const int16_t*)queries.packed + offset, s.products);
 #endif
             if (!INTEGERS)
                 multiply_float(s, block.rows, (const float*)queries.packed + offset, s.products);

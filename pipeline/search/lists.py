@@ -18,23 +18,26 @@ from pipeline.search.packed import PackedVectors
 
 #: Number of centroids that the search of the graph keeps beside the probed ones.
 EXTRA = 16
+#: The similarity of items that are not in the lists of a token is below that of its last list by
+#: this share of the difference from the mean of all lists (docs/results/candidates.md).
+MISSING = 0.2
 #: Factor by which the number of probed lists grows for queries with too few items, until there are
 #: at least this many.
 MORE_PROBES, MAX_PROBES = 4, 1024
 
 
 class Scratch(NamedTuple):
-    """Memory of a search, zero before and after it.
+    """Memory of a search, see `native.vote`.
 
     Attributes:
-        scores: (B,) float32, score of each item.
-        tokens: (B,) int32, number of the last query token that found the item, from 1 on.
-        found: (B,) int32, items that were found. It need not be zero.
+        cells: (B,) `native.CELL`, zero before and after a search.
+        found: (B + 1,) int32, items that were found.
+        scores: (B,) float32, their scores.
     """
 
-    scores: np.ndarray
-    tokens: np.ndarray
+    cells: np.ndarray
     found: np.ndarray
+    scores: np.ndarray
 
 
 class Lists:
@@ -60,12 +63,16 @@ class Lists:
             first += len(lengths)
         keys = np.concatenate(chunks)
         keys.sort()  # faster than a stable argsort
-        self._items = (keys & 0xFFFFFFFF).astype(np.int32)
-        self._bounds = np.searchsorted(keys, np.arange(self._graph.ntotal + 1) << 32)
+        self._items = np.zeros(len(keys) + native.PADDING, np.int32)
+        self._items[: len(keys)] = keys & 0xFFFFFFFF
+        num_lists = self._graph.ntotal
+        bounds = np.searchsorted(keys, np.arange(num_lists + 1) << 32)
+        self._bounds = np.append(bounds, len(keys))  # one more list, which is empty
+        self._mean_D = self._graph.reconstruct_n(0, num_lists).mean(axis=0)
         self._free: list[Scratch] = []
 
     def __len__(self) -> int:
-        return len(self._items)
+        return int(self._bounds[-1])
 
     @property
     def num_lists(self) -> int:
@@ -112,38 +119,61 @@ class Lists:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields the items (n,) in the probed lists of each query (M, D), and their scores.
 
-        Scores lack the sum over the tokens of the similarities of the last probed lists. Items
-        whose score is that sum are not found.
+        Scores lack the sum over the tokens of the similarities of items that are in none of its
+        lists.
         """
+        num_probes = min(num_probes, self.num_lists)
+        tokens = np.concatenate([query.numpy() for query in queries])
+        sim_MP, list_MP = self._nearest(tokens, num_probes)
+        is_missing = list_MP < 0  # the graph may find fewer
+        list_MP[is_missing] = self.num_lists
+        last_M = np.where(is_missing, np.inf, sim_MP).min(axis=1)
+        mean_M = (tokens * self._mean_D).sum(axis=1)  # does not depend on the batch, unlike @
+        missing_M = last_M - MISSING * np.maximum(last_M - mean_M, 0)
+        ends = np.cumsum([0, *map(len, queries)])
+        ranges = [slice(*pair) for pair in itertools.pairwise(ends.tolist())]
+
+        def find(part: slice) -> tuple[np.ndarray, np.ndarray]:
+            return self._vote(sim_MP[part], list_MP[part], missing_M[part])
+
+        yield from native.run(find, ranges)
+
+    def _nearest(self, token_MD: np.ndarray, num_probes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the similarities and the numbers (M, P) of the nearest lists of the graph."""
         import faiss
 
-        num_probes = min(num_probes, self.num_lists)
         parameters = faiss.SearchParametersHNSW(  # type: ignore[attr-defined]
             efSearch=num_probes + EXTRA
         )
-        tokens = np.concatenate([query.numpy() for query in queries])
-        sim_MP, list_MP = self._graph.search(tokens, num_probes, params=parameters)
-        is_missing = list_MP < 0  # the graph may find fewer
-        if is_missing.any():
-            lowest_M1 = np.where(is_missing, np.inf, sim_MP).min(axis=1, keepdims=True)
-            sim_MP = np.where(is_missing, lowest_M1, sim_MP)
-        ends = np.cumsum([0, *map(len, queries)])
-        ranges = [slice(*pair) for pair in itertools.pairwise(ends.tolist())]
-        yield from native.run(lambda part: self._vote(sim_MP[part], list_MP[part]), ranges)
 
-    def _vote(self, sim_MP: np.ndarray, list_MP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        def search(part_mD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            # Threads of faiss would wait actively after the search, on the cores of later steps.
+            num_threads = faiss.omp_get_max_threads()
+            faiss.omp_set_num_threads(1)
+            try:
+                return self._graph.search(part_mD, num_probes, params=parameters)
+            finally:
+                faiss.omp_set_num_threads(num_threads)
+
+        parts = np.array_split(token_MD, max(min(len(token_MD), torch.get_num_threads()), 1))
+        sims, lists = zip(*native.run(search, parts), strict=True)
+        return np.concatenate(sims), np.concatenate(lists)
+
+    def _vote(
+        self, sim_MP: np.ndarray, list_MP: np.ndarray, missing_M: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         try:
             scratch = self._free.pop()
         except IndexError:
-            dtypes = (np.float32, np.int32, np.int32)
-            scratch = Scratch(*(np.zeros(self._num_items, dtype) for dtype in dtypes))
+            size = self._num_items
+            scratch = Scratch(
+                np.zeros(size, native.CELL), np.empty(size + 1, np.int32), np.empty(size, "f4")
+            )
         vote = native.vote if native.available() else _vote
-        num = vote(self._items, self._bounds, sim_MP, list_MP, *scratch)
-        found = scratch.found[:num].copy()
-        scores = scratch.scores[found]
-        scratch.scores[found] = scratch.tokens[found] = 0
+        num = vote(self._items, self._bounds, sim_MP, list_MP, missing_M, *scratch)
+        result = scratch.found[:num].astype(np.int64), scratch.scores[:num].copy()
         self._free.append(scratch)
-        return found.astype(np.int64), scores
+        return result
 
 
 def _vote(
@@ -151,21 +181,22 @@ def _vote(
     bounds: np.ndarray,
     sim_MP: np.ndarray,
     list_MP: np.ndarray,
-    scores: np.ndarray,
-    tokens: np.ndarray,
+    missing_M: np.ndarray,
+    cells: np.ndarray,
     found: np.ndarray,
+    scores: np.ndarray,
 ) -> int:
     """Does the same as `native.vote`."""
-    num_found = 0
+    num_found, tokens = 0, cells["token"]
     for number, (sim_P, list_P) in enumerate(zip(sim_MP, list_MP, strict=True), start=1):
         for sim, probed in zip(sim_P, list_P, strict=True):
-            if not sim > sim_P[-1]:
-                break
             part = np.unique(items[bounds[probed] : bounds[probed + 1]])
             part = part[tokens[part] != number]
             new = part[tokens[part] == 0]
             found[num_found : num_found + len(new)] = new
             num_found += len(new)
             tokens[part] = number
-            scores[part] += sim - sim_P[-1]
+            cells["score"][part] += sim - missing_M[number - 1]
+    scores[:num_found] = cells["score"][found[:num_found]]
+    cells[found[:num_found]] = 0
     return num_found

@@ -76,6 +76,10 @@ R = TypeVar("R")
 
 _pointer = ctypes.c_void_p
 _FOUND = np.dtype([("score", np.float32), ("document", np.int32)])
+#: Structure `Cell` of the library.
+CELL = np.dtype([("score", np.float32), ("token", np.int32)])
+#: Number of elements after the last list that `vote` reads ahead.
+PADDING = 24
 
 
 class _QueriesArgument(ctypes.Structure):
@@ -129,7 +133,7 @@ def _library() -> ctypes.CDLL | None:
                 ctypes.POINTER(_Selection),
                 ctypes.c_int,
             ]
-            library.maxray_vote.argtypes = [*[_pointer] * 4, *[ctypes.c_int64] * 2, *[_pointer] * 3]
+            library.maxray_vote.argtypes = [*[_pointer] * 5, *[ctypes.c_int64] * 2, *[_pointer] * 3]
             library.maxray_vote.restype = ctypes.c_int64
             library.maxray_level()  # requests AMX tiles from the kernel for all threads
             return library
@@ -162,32 +166,36 @@ def vote(
     bounds: np.ndarray,
     sim_MP: np.ndarray,
     list_MP: np.ndarray,
-    scores: np.ndarray,
-    tokens: np.ndarray,
+    missing_M: np.ndarray,
+    cells: np.ndarray,
     found: np.ndarray,
+    scores: np.ndarray,
 ) -> int:
     """Adds up the largest similarity of a list to each query token for the items of the lists.
 
-    Similarities are relative to the last one of a token. The library must be available.
+    The library must be available.
 
     Args:
-        items: (V,) int32, ascending items of each list, one list after another.
+        items: (V + `PADDING`,) int32, items of each list, one list after another.
         bounds: (C + 1,) int64, first element of each list in `items`, and V.
         sim_MP: Descending similarities of lists, float32.
         list_MP: Numbers of these lists, int64.
-        scores: (B,) float32, zero; the scores of the items are written to it.
-        tokens: (B,) int32, zero; the number of the last token that found an item is written to it.
-        found: (B,) int32; the found items are written to it.
+        missing_M: Similarity to each token of items that are not in its lists, float32. Scores
+            lack the sum of them.
+        cells: (B,) `CELL`, zero before and after the call.
+        found: (B + 1,) int32; the n found items are written to it.
+        scores: (B,) float32; the scores of the found items are written to it.
 
     Returns:
-        The number of found items.
+        The number n of found items.
     """
     library = _library()
     assert library is not None, "the MaxSim library is not built"
-    arrays = [items, bounds, np.ascontiguousarray(list_MP), np.ascontiguousarray(sim_MP)]
-    assert [a.dtype for a in arrays] == [np.int32, np.int64, np.int64, np.float32]
+    arrays = [items, bounds, *map(np.ascontiguousarray, (list_MP, sim_MP, missing_M))]
+    dtypes = [np.int32, np.int64, np.int64, np.float32, np.float32]
+    assert [array.dtype for array in arrays] == dtypes
     pointers = [array.ctypes.data for array in arrays]
-    results = [array.ctypes.data for array in (scores, tokens, found)]
+    results = [array.ctypes.data for array in (cells, found, scores)]
     return library.maxray_vote(*pointers, *sim_MP.shape, *results)
 
 

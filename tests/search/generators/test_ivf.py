@@ -53,7 +53,7 @@ def test_fit_is_deterministic_and_centroids_are_means():
     firsts = one.artefact["firsts"]
     assert len(one.artefact["coarse"]) == 8 and 32 <= len(centroids) <= 64
     assert firsts[0] == 0 and firsts[-1] == len(centroids) and (np.diff(firsts) > 0).all()
-    np.testing.assert_allclose(np.linalg.norm(centroids, axis=1), 1, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(centroids, axis=1), 1, atol=5e-4)  # float16
     scaled = fit(norm=3.0).codec.centroids.numpy()
     assert 1.5 < np.linalg.norm(scaled, axis=1).mean() < 3.0
 
@@ -92,10 +92,12 @@ def test_scores_equal_a_loop(has_library, num_probes, monkeypatch):
             expected = np.zeros(len(items))
             for token in query.double():
                 best = (centroids @ token).topk(num_probes)
+                last, mean = float(best.values[-1]), float((centroids @ token).mean())
+                missing = last - 0.2 * max(last - mean, 0)
                 probed = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
                 for number, item in enumerate(items):
                     sims = [probed[c] for c in item.tolist() if c in probed]
-                    expected[number] += max(sims, default=best.values[-1]) - best.values[-1]
+                    expected[number] += max(sims, default=missing) - missing
             assert sorted(found) == np.flatnonzero(expected > 1e-9).tolist()
             np.testing.assert_allclose(scores, expected[found], rtol=1e-4, atol=1e-6)
 

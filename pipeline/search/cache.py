@@ -211,7 +211,7 @@ class Column:
         self,
         storage: Storage,
         rows: np.ndarray,
-        verify: Callable[[np.ndarray, np.ndarray], None] = lambda starts, lengths: None,
+        verify: Callable[[np.ndarray, np.ndarray], bool] = lambda starts, lengths: True,
     ) -> Segment | None:
         """Returns a view of ascending rows (L,) of a fragment, None if the storage lacks some."""
         indices = storage.find(rows)

@@ -178,7 +178,7 @@ def _num_centroids(sample: Sample) -> int:
 def _build_graph(centroids_CD: np.ndarray) -> np.ndarray:
     import faiss
 
-    kind = faiss.ScalarQuantizer.QT_fp16  # half the memory of float32, and faster
+    kind: Any = faiss.ScalarQuantizer.QT_fp16  # half the memory of float32, and faster
     graph = faiss.IndexHNSWSQ(centroids_CD.shape[1], kind, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
     graph.hnsw.efConstruction = CONSTRUCTION
     num_threads = faiss.omp_get_max_threads()

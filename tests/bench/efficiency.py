@@ -92,17 +92,22 @@ def prepare(args: Namespace, folder: Path) -> None:
     judged = BENCHMARKS.load("beir")(parse(BENCHMARKS.load("beir").Spec, spec)).load()
     searcher = open_index(args.index)
     index, pooled = searcher.index, searcher.representation(args.representation).pooled_column
-    assert pooled is not None, "the encoder has single vectors"
+    folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, int] = {}
     texts, singles = [], []
-    for batch in index.batches(["item_id", "text", pooled]):
+    for batch in index.batches(["item_id", "text", *filter(None, [pooled])]):
         rows |= {item: len(rows) + n for n, item in enumerate(batch["item_id"].to_pylist())}
         texts += [text or "" for text in batch["text"].to_pylist()]
-        singles.append(np.stack(batch[pooled].to_numpy(zero_copy_only=False)))
-    vectors, lengths = [], []
-    for _, tokens, counts in index.tokens(args.representation):
-        vectors.append(tokens.astype(np.float16))
-        lengths.append(counts)
+        if pooled:
+            singles.append(np.stack(batch[pooled].to_numpy(zero_copy_only=False)))
+    packed = searcher.scorer.vectors(args.representation)
+    shape = packed.num_vectors, packed.dim
+    vectors = np.lib.format.open_memmap(folder / "vectors.npy", "w+", np.float16, shape)
+    first = 0
+    for _, tokens, _ in index.tokens(args.representation):
+        vectors[first : first + len(tokens)] = tokens
+        first += len(tokens)
+    vectors.flush()
     qrels = {
         query: {str(rows[item]): grade for item, grade in grades.items() if item in rows}
         for query, grades in judged.qrels.items()
@@ -111,15 +116,13 @@ def prepare(args: Namespace, folder: Path) -> None:
     ids = [ids[n] for n in np.linspace(0, len(ids), min(args.queries, len(ids)), False, dtype=int)]
     query_texts = [judged.queries[query] for query in ids]
     encoded = searcher.queries(query_texts, args.representation)
-    assert encoded.pooled is not None
-    folder.mkdir(parents=True, exist_ok=True)
+    none = np.empty((0, 0), np.float32)
     arrays = {
-        "vectors": np.concatenate(vectors),
-        "lengths": np.concatenate(lengths),
-        "singles": unit(np.concatenate(singles)),
+        "lengths": packed.lengths.numpy(),
+        "singles": unit(np.concatenate(singles)) if pooled else none,
         "query_vectors": np.concatenate([tokens.numpy() for tokens in encoded.tokens]),
         "query_lengths": np.array([len(tokens) for tokens in encoded.tokens]),
-        "query_singles": unit(encoded.pooled.numpy()),
+        "query_singles": none if encoded.pooled is None else unit(encoded.pooled.numpy()),
     }
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array)

@@ -22,6 +22,8 @@ import numpy as np
 K = 10
 #: Number of items that Maxray adds in one commit, whose vectors are in memory several times.
 ADDED = 20_000
+#: Number of vectors that faiss adds at once, in float32.
+ADDED_VECTORS = 1 << 20
 #: Numbers of repetitions, of bits of a bucket and of projected dimensions of MUVERA. Together they
 #: determine the dimensions of an encoding: 20 * 2^5 * 16 = 10,240.
 MUVERA_REPETITIONS, MUVERA_BITS, MUVERA_DIM = 20, 5, 16
@@ -320,12 +322,14 @@ def build_token_ivf(data: Data, folder: Path) -> None:
     """Builds an inverted file of all token vectors in 8 bits."""
     import faiss
 
-    vectors = np.asarray(data.vectors, np.float32)
+    vectors = data.vectors
     lists = int(4 * len(vectors) ** 0.5)
     kind = f"IVF{lists},SQ8"
     index: Any = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
-    index.train(vectors[np.random.default_rng(0).permutation(len(vectors))[: 64 * lists]])
-    index.add(vectors)
+    sample = np.random.default_rng(0).permutation(len(vectors))[: 64 * lists]
+    index.train(np.asarray(vectors[np.sort(sample)], np.float32))
+    for first in range(0, len(vectors), ADDED_VECTORS):
+        index.add(np.asarray(vectors[first : first + ADDED_VECTORS], np.float32))
     faiss.write_index(index, str(folder / "index"))
 
 

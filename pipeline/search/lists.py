@@ -21,15 +21,13 @@ EXTRA = 16
 #: The similarity of items that are not in the lists of a token is below that of its last list by
 #: this share of the difference from the mean of all lists (docs/results/candidates.md).
 MISSING = 0.2
-#: Number of parts of the items, which are searched by different threads. More would shorten lists.
-PARTS = 2
 #: Factor by which the number of probed lists grows for queries with too few items, until there are
 #: at least this many.
 MORE_PROBES, MAX_PROBES = 4, 1024
 
 
 class Scratch(NamedTuple):
-    """Memory of a search of a part with B items, see `native.vote`.
+    """Memory of a search, see `native.vote`.
 
     Attributes:
         cells: (B,) `native.CELL`, zero before and after a search.
@@ -40,44 +38,6 @@ class Scratch(NamedTuple):
     cells: np.ndarray
     found: np.ndarray
     scores: np.ndarray
-
-
-class Part:
-    """Lists of successive items.
-
-    Args:
-        first: Number of the first item.
-        num_items: Number of items.
-        keys: Ascending int64, number of a list in the upper 32 bits, and of an item relative to the
-            first one in the lower ones.
-        num_lists: Number of lists. One more follows them, which is empty.
-    """
-
-    def __init__(self, first: int, num_items: int, keys: np.ndarray, num_lists: int):
-        self._first, self._num_items = first, num_items
-        self._items = np.zeros(len(keys) + native.PADDING, np.int32)
-        self._items[: len(keys)] = keys & 0xFFFFFFFF
-        self._bounds = np.searchsorted(keys, np.arange(num_lists + 2) << 32)
-        self._free: list[Scratch] = []
-
-    def __len__(self) -> int:
-        return int(self._bounds[-1])
-
-    def vote(
-        self, sim_MP: np.ndarray, list_MP: np.ndarray, missing_M: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the items (n,) int64 in some lists, and their scores, as `native.vote` does."""
-        try:
-            scratch = self._free.pop()
-        except IndexError:
-            size = self._num_items
-            cells = np.zeros(size, native.CELL)
-            scratch = Scratch(cells, np.empty(size + 1, np.int32), np.empty(size, np.float32))
-        vote = native.vote if native.available() else _vote
-        num = vote(self._items, self._bounds, sim_MP, list_MP, missing_M, *scratch)
-        result = scratch.found[:num] + np.int64(self._first), scratch.scores[:num].copy()
-        self._free.append(scratch)
-        return result
 
 
 class Lists:
@@ -103,15 +63,16 @@ class Lists:
             first += len(lengths)
         keys = np.concatenate(chunks)
         keys.sort()  # faster than a stable argsort
-        self._mean_D = self._graph.reconstruct_n(0, self.num_lists).mean(axis=0)
-        self._parts, ends = [], [first * number // PARTS for number in range(1, PARTS + 1)]
-        for begin, end in itertools.pairwise([0, *ends]):
-            items = keys & 0xFFFFFFFF
-            chosen = keys[(items >= begin) & (items < end)] - begin
-            self._parts.append(Part(begin, end - begin, chosen, self.num_lists))
+        self._items = np.zeros(len(keys) + native.PADDING, np.int32)
+        self._items[: len(keys)] = keys & 0xFFFFFFFF
+        num_lists = self._graph.ntotal
+        bounds = np.searchsorted(keys, np.arange(num_lists + 1) << 32)
+        self._bounds = np.append(bounds, len(keys))  # one more list, which is empty
+        self._mean_D = self._graph.reconstruct_n(0, num_lists).mean(axis=0)
+        self._free: list[Scratch] = []
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts))
+        return int(self._bounds[-1])
 
     @property
     def num_lists(self) -> int:
@@ -172,14 +133,10 @@ class Lists:
         ends = np.cumsum([0, *map(len, queries)])
         ranges = [slice(*pair) for pair in itertools.pairwise(ends.tolist())]
 
-        def vote(task: tuple[slice, Part]) -> tuple[np.ndarray, np.ndarray]:
-            tokens, part = task
-            return part.vote(sim_MP[tokens], list_MP[tokens], missing_M[tokens])
+        def find(part: slice) -> tuple[np.ndarray, np.ndarray]:
+            return self._vote(sim_MP[part], list_MP[part], missing_M[part])
 
-        results = native.run(vote, list(itertools.product(ranges, self._parts)))
-        for _ in queries:
-            items, scores = zip(*itertools.islice(results, PARTS), strict=True)
-            yield np.concatenate(items), np.concatenate(scores)
+        yield from native.run(find, ranges)
 
     def _nearest(self, token_MD: np.ndarray, num_probes: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the similarities and the numbers (M, P) of the nearest lists of the graph."""
@@ -201,6 +158,22 @@ class Lists:
         parts = np.array_split(token_MD, max(min(len(token_MD), torch.get_num_threads()), 1))
         sims, lists = zip(*native.run(search, parts), strict=True)
         return np.concatenate(sims), np.concatenate(lists)
+
+    def _vote(
+        self, sim_MP: np.ndarray, list_MP: np.ndarray, missing_M: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            scratch = self._free.pop()
+        except IndexError:
+            size = self._num_items
+            scratch = Scratch(
+                np.zeros(size, native.CELL), np.empty(size + 1, np.int32), np.empty(size, "f4")
+            )
+        vote = native.vote if native.available() else _vote
+        num = vote(self._items, self._bounds, sim_MP, list_MP, missing_M, *scratch)
+        result = scratch.found[:num].astype(np.int64), scratch.scores[:num].copy()
+        self._free.append(scratch)
+        return result
 
 
 def _vote(

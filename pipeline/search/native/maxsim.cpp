@@ -290,15 +290,14 @@ EXPORT int maxray_select(const Documents* groups, int64_t num_groups, const Quer
 EXPORT int64_t maxray_vote(const int32_t* items, const int64_t* bounds, const int64_t* lists,
                            const float* similarities, const float* missing, int64_t num_tokens,
                            int64_t num_lists, Cell* cells, int32_t* found, float* scores) {
-    constexpr int64_t AHEAD = 24, LISTS_AHEAD = 4, MAX_ITEMS = 112, LINE = 16;
+    constexpr int64_t AHEAD = 24, LISTS = 4, LINES = 7;  // 7 lines of 64 bytes: 112 items
     const int64_t total = num_tokens * num_lists;
     int64_t num_found = 0;
     for (int64_t at = 0; at < total; ++at) {
-        if (at + 2 * LISTS_AHEAD < total) __builtin_prefetch(bounds + lists[at + 2 * LISTS_AHEAD]);
-        if (at + LISTS_AHEAD < total) {
-            const int64_t* range = bounds + lists[at + LISTS_AHEAD];
-            const int64_t end = std::min(range[1], range[0] + MAX_ITEMS);
-            for (int64_t p = range[0]; p < end; p += LINE) __builtin_prefetch(items + p);
+        if (at + 2 * LISTS < total) __builtin_prefetch(bounds + lists[at + 2 * LISTS]);
+        if (at + LISTS < total) {
+            const int32_t* later = items + bounds[lists[at + LISTS]];
+            for (int64_t line = 0; line < LINES; ++line) __builtin_prefetch(later + 16 * line);
         }
         const int32_t token = int32_t(at / num_lists + 1);
         const float added = similarities[at] - missing[token - 1];

@@ -24,6 +24,9 @@ MISSING = 0.2
 #: Factor by which the number of probed lists grows for queries with too few items, until there are
 #: at least this many.
 MORE_PROBES, MAX_PROBES = 4, 1024
+#: Selected items are unlike a query if their share of the items in its lists is below this part of
+#: their share of all items.
+RARE = 0.75
 
 
 class Scratch(NamedTuple):
@@ -88,18 +91,20 @@ class Lists:
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the result of `search` for the items `rows`, or for all.
 
-        More lists are probed for queries with fewer than `num` items, for example if a filter
-        selects items that are unlike the query.
+        More lists are probed for queries with fewer than `num` items, and for those that are unlike
+        the items `rows`, whose best ones are often in none of the lists.
         """
-        is_selected = None
+        is_selected, share = None, 0.0
         if rows is not None:
             is_selected = np.zeros(self._num_items, bool)
             is_selected[rows] = True
-        found = []
-        for items, scores in self.search(queries, num_probes):
+            share = len(rows) / max(self._num_items, 1)
+        found, few = [], []
+        for number, (items, scores) in enumerate(self.search(queries, num_probes)):
             chosen = slice(None) if is_selected is None else is_selected[items]
             found.append((items[chosen], scores[chosen]))
-        few = [number for number, (items, _) in enumerate(found) if len(items) < num]
+            if len(found[-1][0]) < max(num, RARE * share * len(items)):
+                few.append(number)
         if few and num_probes < min(MAX_PROBES, self.num_lists):
             tokens = [queries[number] for number in few]
             more = self.find(tokens, MORE_PROBES * num_probes, rows, num)

@@ -125,3 +125,21 @@ def test_number_of_centroids():
     assert 80 < number(100_000) <= 125  # a 16th of the vectors of the sample
     with pytest.raises(SpecError, match="num_centroids must be at most 2000"):
         fit(4000)
+
+
+def test_more_lists_are_probed_for_items_that_are_rare_in_them(monkeypatch):
+    generator = fit()
+    codes = packed(generator, [6] * 300)
+    items = Lists(generator, codes)
+    query = vectors(4, seed=5)
+    ((found, _),) = items.search([query], 4)
+    is_found = np.isin(np.arange(300), found)
+    like, unlike = np.flatnonzero(is_found), np.flatnonzero(~is_found)
+    both = np.sort(np.concatenate([like[: len(like) // 8], unlike]))  # some are in the lists
+    for rows, grows in ((np.arange(300), False), (like, False), (both, True)):
+        ((probed, _),) = items.find([query], 4, rows)
+        expected = np.intersect1d(found, rows)
+        assert set(probed) >= set(expected) and (len(probed) > len(expected)) == grows
+    monkeypatch.setattr("pipeline.search.lists.RARE", 0)
+    ((probed, _),) = items.find([query], 4, both)
+    assert set(probed) == set(np.intersect1d(found, both))

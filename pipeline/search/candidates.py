@@ -21,9 +21,10 @@ IVF, LEMUR = "ivf", "lemur"
 EXACT_VECTORS = 2_000_000
 #: Default number of probed lists per query token of `ivf`, if it was not measured.
 DEFAULT_PROBES = 32
-#: CPU times in microseconds with AVX-512 of a probed list, of the exact score of a vector of a
-#: candidate, and of scanning a code of `lemur` (docs/results/candidates.md).
-PROBE_TIME, VECTOR_TIME, SCAN_TIME = 1.7, 0.035, 0.015
+#: Times in microseconds with AVX-512 on a million items of a probed list, of the exact score of a
+#: vector of a candidate and of one of many items, and of scanning a code of `lemur`
+#: (docs/results/candidates.md).
+PROBE_TIME, VECTOR_TIME, EXACT_TIME, SCAN_TIME = 2.2, 0.041, 0.022, 0.015
 #: Number of tokens of a query for which times are estimated.
 QUERY_TOKENS = 16
 #: Vectors of an item whose number is not fixed, as an estimate: the tokens of a passage of text.
@@ -103,8 +104,14 @@ def numbers_for(
 def ivf_time(
     num_probes: float, num_tokens: float, num_candidates: float, item_vectors: float
 ) -> float:
-    """Estimates the CPU time of a query with `ivf` in microseconds."""
+    """Estimates the time of a query with `ivf` in microseconds."""
     return PROBE_TIME * num_probes * num_tokens + VECTOR_TIME * num_candidates * item_vectors
+
+
+def most_probes(info: RepresentationInfo, num_rows: int) -> int:
+    """Estimates how many probed lists per token take as long as scoring the given items."""
+    item_vectors = info.num_vectors or VECTORS_PER_ITEM
+    return int(EXACT_TIME * num_rows * item_vectors / (PROBE_TIME * QUERY_TOKENS))
 
 
 def is_exact_faster(
@@ -127,7 +134,7 @@ def is_exact_faster(
     column = generator_columns(index, info, IVF)[IVF]
     num, num_probes = numbers_for(index, column, k, num, share)
     item_vectors = info.num_vectors or VECTORS_PER_ITEM
-    exact_time = VECTOR_TIME * num_rows * item_vectors
+    exact_time = EXACT_TIME * num_rows * item_vectors
     return exact_time < ivf_time(num_probes, QUERY_TOKENS, num, item_vectors)
 
 

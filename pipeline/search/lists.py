@@ -88,11 +88,13 @@ class Lists:
         num_probes: int,
         rows: np.ndarray | None = None,
         num: int = 0,
+        most_probes: int = MAX_PROBES,
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the result of `search` for the items `rows`, or for all.
 
         More lists are probed for queries with fewer than `num` items, and for those that are unlike
-        the items `rows`, whose best ones are often in none of the lists.
+        the items `rows`, whose best ones are often in none of the lists. Instead of more than
+        `most_probes` lists per token, the result consists of all items `rows`.
         """
         is_selected, share = None, 0.0
         if rows is not None:
@@ -105,9 +107,13 @@ class Lists:
             found.append((items[chosen], scores[chosen]))
             if len(found[-1][0]) < max(num, RARE * share * len(items)):
                 few.append(number)
+        more_probes = MORE_PROBES * num_probes
         if few and num_probes < min(MAX_PROBES, self.num_lists):
             tokens = [queries[number] for number in few]
-            more = self.find(tokens, MORE_PROBES * num_probes, rows, num)
+            if rows is not None and more_probes > most_probes:
+                more = [(rows, np.zeros(len(rows), np.float32))] * len(few)
+            else:
+                more = self.find(tokens, more_probes, rows, num, most_probes)
             for number, pair in zip(few, more, strict=True):
                 found[number] = pair
         return found

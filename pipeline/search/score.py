@@ -43,6 +43,7 @@ from pipeline.search.candidates import (
     SINGLE,
     generator_columns,
     is_exact_faster,
+    most_probes,
     numbers_for,
 )
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
@@ -415,7 +416,9 @@ class Scorer:
         groups = self._items.parent_codes if options.group_by else None
         approximate: Iterable[tuple[np.ndarray, np.ndarray]]
         if generator == IVF:
-            approximate = self.lists(column).find(queries.tokens, num_probes, coded, num)
+            info = self._index.representation(options.column)
+            most = most_probes(info, len(self._items if coded is None else coded))
+            approximate = self.lists(column).find(queries.tokens, num_probes, coded, num, most)
         else:
             approximate = self._approximate(generator, column, queries, coded, num, groups)
         found = [np.sort(best_rows(scores, items, num, groups)) for items, scores in approximate]

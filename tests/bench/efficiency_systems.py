@@ -24,6 +24,8 @@ K = 10
 ADDED = 20_000
 #: Number of vectors that faiss adds at once, in float32.
 ADDED_VECTORS = 1 << 20
+#: Number of lists of faiss above which a graph finds the nearest, as its guidelines recommend.
+MAX_COMPARED = 10_000
 #: Numbers of repetitions, of bits of a bucket and of projected dimensions of MUVERA. Together they
 #: determine the dimensions of an encoding: 20 * 2^5 * 16 = 10,240.
 MUVERA_REPETITIONS, MUVERA_BITS, MUVERA_DIM = 20, 5, 16
@@ -324,7 +326,7 @@ def build_token_ivf(data: Data, folder: Path) -> None:
 
     vectors = data.vectors
     lists = int(4 * len(vectors) ** 0.5)
-    kind = f"IVF{lists},SQ8"
+    kind = f"IVF{lists}{'_HNSW32' * (lists > MAX_COMPARED)},SQ8"
     index: Any = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
     sample = np.random.default_rng(0).permutation(len(vectors))[: 64 * lists]
     index.train(np.asarray(vectors[np.sort(sample)], np.float32))

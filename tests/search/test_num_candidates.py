@@ -116,7 +116,7 @@ def test_more_lists_are_probed_for_items_unlike_the_query(index, monkeypatch):
 
 @pytest.mark.parametrize(("num_probes", "is_exact"), [(4, False), (4000, True)])
 def test_filtered_searches_are_exact_if_that_is_faster(index, num_probes, is_exact, monkeypatch):
-    """600 items take 4,200 us, and 10 candidates of 4 or 4,000 lists 179 or 108,870 us."""
+    """600 items take 2,640 us, and 10 candidates of 4 or 4,000 lists 223 or 140,882 us."""
     monkeypatch.setattr(score, "EXACT_ITEMS", 0)
     monkeypatch.setattr(candidates, "numbers_for", lambda *given: (10, num_probes))
     options = SearchOptions(representation="full", candidates="ivf", num_candidates=10)

@@ -140,6 +140,8 @@ def test_more_lists_are_probed_for_items_that_are_rare_in_them(monkeypatch):
         ((probed, _),) = items.find([query], 4, rows)
         expected = np.intersect1d(found, rows)
         assert set(probed) >= set(expected) and (len(probed) > len(expected)) == grows
+    ((probed, scores),) = items.find([query], 4, both, most_probes=15)  # all are as fast
+    assert np.array_equal(probed, both) and not scores.any()
     monkeypatch.setattr("pipeline.search.lists.RARE", 0)
     ((probed, _),) = items.find([query], 4, both)
     assert set(probed) == set(np.intersect1d(found, both))

@@ -115,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     bench = Bench("candidates", arguments, args.out)
     if args.index:
+        if args.log is None or not args.log.is_file():
+            parser.error(f"--log must be a file of queries (.jsonl) of --index, got {args.log}")
         lines = args.log.read_text().splitlines()
         with jobs.cluster():
             run(bench, args, args.index, [json.loads(line)["text"] for line in lines])

@@ -8,7 +8,7 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 54_015,
+    "lines of code in pipeline/ and jobs/": 54_045,
     "lines of code outside unit tests": 71_040,
     "lines of docstrings in pipeline/ and jobs/": 18_300,
     "packages of pipeline/": 10,
@@ -24,7 +24,7 @@ LIMITS = {
     "modules with one importer": 87,
     "places that compose errors": 574,
     "lines that compose errors": 606,
-    "lines of code of the longest file": 522,
+    "lines of code of the longest file": 523,
     "lines of the longest function": 148,
 }
 

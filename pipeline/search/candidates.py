@@ -108,10 +108,14 @@ def ivf_time(
     return PROBE_TIME * num_probes * num_tokens + VECTOR_TIME * num_candidates * item_vectors
 
 
+def exact_time(info: RepresentationInfo, num_rows: int) -> float:
+    """Estimates the time of scoring all of some items in microseconds."""
+    return EXACT_TIME * num_rows * (info.num_vectors or VECTORS_PER_ITEM)
+
+
 def most_probes(info: RepresentationInfo, num_rows: int) -> int:
-    """Estimates how many probed lists per token take as long as scoring the given items."""
-    item_vectors = info.num_vectors or VECTORS_PER_ITEM
-    return int(EXACT_TIME * num_rows * item_vectors / (PROBE_TIME * QUERY_TOKENS))
+    """Estimates how many probed lists per token take as long as scoring all of some items."""
+    return int(exact_time(info, num_rows) / (PROBE_TIME * QUERY_TOKENS))
 
 
 def is_exact_faster(
@@ -134,8 +138,7 @@ def is_exact_faster(
     column = generator_columns(index, info, IVF)[IVF]
     num, num_probes = numbers_for(index, column, k, num, share)
     item_vectors = info.num_vectors or VECTORS_PER_ITEM
-    exact_time = EXACT_TIME * num_rows * item_vectors
-    return exact_time < ivf_time(num_probes, QUERY_TOKENS, num, item_vectors)
+    return exact_time(info, num_rows) < ivf_time(num_probes, QUERY_TOKENS, num, item_vectors)
 
 
 def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:

@@ -261,11 +261,12 @@ def _other_words(
     one.
     """
     words_T = np.array([text[start:end].lower() if start >= 0 else "" for start, end in spans_T2])
-    others_MT = np.zeros((len(query_tokens), len(output_T)), bool)
-    for query_token, others_T in zip(query_tokens, others_MT, strict=True):
-        is_equal_T = (words_T == query_token.lower()) & (output_T >= 0)
-        others_T[:] = np.isin(output_T, output_T[is_equal_T]) & ~is_equal_T
-    return others_MT
+    is_equal_MT = np.array([token.lower() for token in query_tokens])[:, None] == words_T
+    tokens_M, tokens_T = np.nonzero(is_equal_MT & (output_T >= 0))
+    # The last column is that of tokens without a vector, whose output is -1.
+    is_shared_MN = np.zeros((len(query_tokens), output_T.max(initial=-1) + 2), bool)
+    is_shared_MN[tokens_M, output_T[tokens_T]] = True
+    return is_shared_MN[:, output_T] & ~is_equal_MT
 
 
 class _Words:
@@ -292,37 +293,35 @@ class _Words:
         step[1:] += np.where(down > 1, TOKEN_CHARACTERS, 0)
         at = np.flatnonzero(e_MT[:, tokens].any(axis=0))  # windows begin and end with a match
         self._all, self._anchors = tokens, tokens[at]
-        self._e_MA, self._price = e_MT[:, self._anchors], price
-        self._run_A = breaks.cumsum()[at]
-        self._start_A = step.cumsum()[at]
-        self._end_A = self._start_A + (spans[at, 1] - spans[at, 0])
+        run_A, start_A = breaks.cumsum()[at], step.cumsum()[at]
+        end_A = start_A + (spans[at, 1] - spans[at, 0])
+        # Windows from each of A anchors to one of the next L, itself included.
+        first_A, length_L1 = np.arange(len(at)), np.arange(min(len(at), MAX_ANCHORS))[:, None]
+        last_LA = first_A + length_L1
+        is_window_LA = last_LA < len(at)
+        last_LA[~is_window_LA] = 0
+        cost_LA = price * (end_A[last_LA] - start_A)
+        is_window_LA &= run_A[last_LA] == run_A
+        e_MA = e_MT[:, self._anchors]
+        is_window_LA &= cost_LA < e_MA.max(axis=1, initial=0.0).sum()
+        num_lengths = 1 + np.flatnonzero(is_window_LA.any(axis=1)).max(initial=-1)
+        self._is_window_LA, self._cost_LA = is_window_LA[:num_lengths], cost_LA[:num_lengths]
+        self._last_LA = last_LA[:num_lengths]
+        self._best_MLA = np.maximum.accumulate(e_MA[:, self._last_LA], axis=1)
 
     def best(self, floor_M: np.ndarray, taken_T: np.ndarray) -> tuple[float, np.ndarray] | None:
         """Finds the best window without tokens that are taken. Returns its gain and its tokens."""
-        num = len(self._anchors)
-        top, window, gain = 0.0, None, 0.0
-        best_MA = np.tile(floor_M[:, None], num)
-        is_free = ~taken_T[self._anchors]
-        free_A = is_free
-        most = np.maximum(self._e_MA.max(axis=1, initial=0.0) - floor_M, 0).sum()
-        for length in range(min(num, MAX_ANCHORS)):
-            last = num - length
-            best_MA = np.maximum(best_MA[:, :last], self._e_MA[:, length:])
-            cost_A = self._price * (self._end_A[length:] - self._start_A[:last])
-            if cost_A.min() >= most:
-                break
-            gain_A = best_MA.sum(axis=0) - floor_M.sum()
-            is_whole = self._run_A[length:] == self._run_A[:last]
-            free_A = free_A[:last] & is_free[length:]
-            net_A = np.where(is_whole & free_A, gain_A - cost_A, 0.0)
-            first = int(net_A.argmax())
-            if net_A[first] > top:
-                top, gain = float(net_A[first]), float(gain_A[first])
-                window = first, first + length
-        if window is None:
+        taken_A = taken_T[self._anchors].cumsum()
+        before_A = np.r_[0, taken_A[:-1]] if len(taken_A) else taken_A
+        is_free_LA = self._is_window_LA & (taken_A[self._last_LA] == before_A)
+        gain_LA = np.maximum(self._best_MLA, floor_M[:, None, None]).sum(axis=0) - floor_M.sum()
+        net_LA = np.where(is_free_LA, gain_LA - self._cost_LA, 0.0)
+        if net_LA.max(initial=0.0) <= 0:
             return None
-        bounds = self._anchors[window[0]], self._anchors[window[1]]
-        return gain, self._all[(self._all >= bounds[0]) & (self._all <= bounds[1])]
+        length, first = np.unravel_index(net_LA.argmax(), net_LA.shape)
+        start, end = self._anchors[first], self._anchors[first + length]
+        is_inside = (self._all >= start) & (self._all <= end)
+        return float(gain_LA[length, first]), self._all[is_inside]
 
 
 class _Patches:

@@ -144,12 +144,13 @@ def test_the_default_generator_has_the_lower_estimated_time(
 
 
 def test_past_queries_measure_only_if_there_are_enough():
-    few, many = list("ab"), [str(i) for i in range(300)]
+    few = list("ab")
     assert split_queries(few) == (few, few)
-    assert split_queries(many) == (
-        many[NUM_QUERIES:],
-        many[:NUM_QUERIES],
-    )
+    for count, num_measured in ((300, 75), (1024, 256), (1500, 250), (7000, 250)):
+        fitted, measured = split_queries(range(count))
+        assert len(measured) == num_measured <= NUM_QUERIES
+        assert sorted([*fitted, *measured]) == list(range(count))
+        assert np.ptp(np.diff(measured)) == 0  # also those of the end of a sorted log
 
 
 SMALL = {

@@ -260,7 +260,8 @@ def _other_words(
     The vector is equally similar to all of them, but represents the query token because of this
     one.
     """
-    words_T = np.array([text[start:end].lower() if start >= 0 else "" for start, end in spans_T2])
+    spans = spans_T2.tolist()
+    words_T = np.array([text[start:end].lower() if start >= 0 else "" for start, end in spans])
     is_equal_MT = np.array([token.lower() for token in query_tokens])[:, None] == words_T
     tokens_M, tokens_T = np.nonzero(is_equal_MT & (output_T >= 0))
     # The last column is that of tokens without a vector, whose output is -1.
@@ -296,25 +297,29 @@ class _Words:
         run_A, start_A = breaks.cumsum()[at], step.cumsum()[at]
         end_A = start_A + (spans[at, 1] - spans[at, 0])
         # Windows from each of A anchors to one of the next L, itself included.
-        first_A, length_L1 = np.arange(len(at)), np.arange(min(len(at), MAX_ANCHORS))[:, None]
-        last_LA = first_A + length_L1
+        e_MA = e_MT[:, self._anchors]
+        length_L1 = np.arange(min(len(at), MAX_ANCHORS))[:, None]
+        last_LA = np.arange(len(at)) + length_L1
         is_window_LA = last_LA < len(at)
         last_LA[~is_window_LA] = 0
         cost_LA = price * (end_A[last_LA] - start_A)
         is_window_LA &= run_A[last_LA] == run_A
-        e_MA = e_MT[:, self._anchors]
         is_window_LA &= cost_LA < e_MA.max(axis=1, initial=0.0).sum()
         num_lengths = 1 + np.flatnonzero(is_window_LA.any(axis=1)).max(initial=-1)
         self._is_window_LA, self._cost_LA = is_window_LA[:num_lengths], cost_LA[:num_lengths]
         self._last_LA = last_LA[:num_lengths]
-        self._best_MLA = np.maximum.accumulate(e_MA[:, self._last_LA], axis=1)
+        self._best_LMA = np.zeros((num_lengths, *e_MA.shape), e_MA.dtype)
+        self._best_LMA[:1] = e_MA
+        for length in range(1, num_lengths):
+            shorter_MA = self._best_LMA[length - 1, :, :-length]
+            np.maximum(shorter_MA, e_MA[:, length:], out=self._best_LMA[length, :, :-length])
 
     def best(self, floor_M: np.ndarray, taken_T: np.ndarray) -> tuple[float, np.ndarray] | None:
         """Finds the best window without tokens that are taken. Returns its gain and its tokens."""
         taken_A = taken_T[self._anchors].cumsum()
         before_A = np.r_[0, taken_A[:-1]] if len(taken_A) else taken_A
         is_free_LA = self._is_window_LA & (taken_A[self._last_LA] == before_A)
-        gain_LA = np.maximum(self._best_MLA, floor_M[:, None, None]).sum(axis=0) - floor_M.sum()
+        gain_LA = np.maximum(self._best_LMA, floor_M[:, None]).sum(axis=1) - floor_M.sum()
         net_LA = np.where(is_free_LA, gain_LA - self._cost_LA, 0.0)
         if net_LA.max(initial=0.0) <= 0:
             return None

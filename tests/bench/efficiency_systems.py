@@ -320,34 +320,38 @@ def rescored(
         yield label, functools.partial(search, size)
 
 
-def build_token_ivf(data: Data, folder: Path) -> None:
-    """Builds an inverted file of all token vectors in 8 bits."""
-    import faiss
+def token_ivf(codes: str) -> System:
+    """Returns an inverted file of all token vectors: 8 bits (`SQ8`) or one bit (`RaBitQ`)."""
 
-    vectors = data.vectors
-    lists = int(4 * len(vectors) ** 0.5)
-    kind = f"IVF{lists}{'_HNSW32' * (lists > MAX_COMPARED)},SQ8"
-    index: Any = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
-    sample = np.random.default_rng(0).permutation(len(vectors))[: 64 * lists]
-    index.train(np.asarray(vectors[np.sort(sample)], np.float32))
-    for first in range(0, len(vectors), ADDED_VECTORS):
-        index.add(np.asarray(vectors[first : first + ADDED_VECTORS], np.float32))
-    faiss.write_index(index, str(folder / "index"))
+    def build(data: Data, folder: Path) -> None:
+        import faiss
 
+        vectors = data.vectors
+        lists = int(4 * len(vectors) ** 0.5)
+        kind = f"IVF{lists}{'_HNSW32' * (lists > MAX_COMPARED)},{codes}"
+        index: Any = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
+        sample = np.random.default_rng(0).permutation(len(vectors))[: 64 * lists]
+        index.train(np.asarray(vectors[np.sort(sample)], np.float32))
+        for first in range(0, len(vectors), ADDED_VECTORS):
+            index.add(np.asarray(vectors[first : first + ADDED_VECTORS], np.float32))
+        faiss.write_index(index, str(folder / "index"))
 
-def open_token_ivf(data: Data, folder: Path) -> Iterator[tuple[str, Search]]:
-    """Opens an inverted file. The candidates are the items of the hits of all query tokens."""
-    import faiss
+    def open(data: Data, folder: Path) -> Iterator[tuple[str, Search]]:
+        import faiss
 
-    index: Any = faiss.read_index(str(folder / "index"))
-    index.nprobe = 32
-    item_T = np.repeat(np.arange(len(data)), np.diff(data.ends, prepend=0))
+        index: Any = faiss.read_index(str(folder / "index"))
+        index.nprobe = 32
+        item_T = np.repeat(np.arange(len(data)), np.diff(data.ends, prepend=0))
 
-    def find(query: np.ndarray, num_hits: int) -> np.ndarray:
-        _, hits = index.search(query, num_hits)
-        return np.unique(item_T[hits[hits >= 0]])
+        def find(query: np.ndarray, num_hits: int) -> np.ndarray:
+            """Returns the items of the hits of all query tokens."""
+            _, hits = index.search(query, num_hits)
+            return np.unique(item_T[hits[hits >= 0]])
 
-    yield from rescored(data, find, {f"32 probes, {n} hits per token": n for n in (32, 128, 512)})
+        labels = {f"32 probes, {n} hits per token": n for n in (32, 128, 512)}
+        yield from rescored(data, find, labels)
+
+    return System("faiss-cpu", build, open, is_rescored=True)
 
 
 def build_muvera(data: Data, folder: Path) -> None:
@@ -468,6 +472,30 @@ def faiss_singles(kind: str) -> System:
     return System("faiss-cpu", build, open)
 
 
+def build_usearch(data: Data, folder: Path) -> None:
+    """Builds a graph of usearch over the single vectors."""
+    from usearch.index import Index
+
+    index = Index(ndim=data.singles.shape[1], metric="ip", dtype="f16")
+    index.add(np.arange(len(data)), data.singles)
+    index.save(str(folder / "index"))
+
+
+def open_usearch(data: Data, folder: Path) -> Iterator[tuple[str, Search]]:
+    """Opens a graph of usearch."""
+    from usearch.index import Index
+
+    index = Index.restore(str(folder / "index"))
+
+    def search(expansion: int, numbers: Sequence[int]) -> list[np.ndarray]:
+        index.expansion_search = expansion
+        queries = data.query_singles[list(numbers)]
+        return [index.search(query, K).keys.astype(np.int64) for query in queries]
+
+    for expansion in (64, 256):
+        yield f"expansion {expansion}", functools.partial(search, expansion)
+
+
 def build_bm25s(data: Data, folder: Path) -> None:
     """Builds an index of bm25s."""
     import bm25s
@@ -537,11 +565,13 @@ SYSTEMS: dict[str, System] = {
     "PyLate, TACHIOM": pylate("TachiomIndex"),
     "Lance, multi-vector": System("pylance", build_lance, open_lance),
     "MUVERA in NumPy": System("numpy", build_muvera, open_muvera, is_rescored=True),
-    "faiss, IVF of tokens": System("faiss-cpu", build_token_ivf, open_token_ivf, is_rescored=True),
+    "faiss, IVF of tokens": token_ivf("SQ8"),
+    "faiss, IVF-RaBitQ of tokens": token_ivf("RaBitQ"),
     "Maxray, single vector": maxray(single=True),
     "sentence-transformers": System("sentence-transformers", build_singles, open_singles),
     "faiss, HNSW": faiss_singles("hnsw"),
     "faiss, IVF": faiss_singles("ivf"),
+    "usearch": System("usearch", build_usearch, open_usearch),
     "Maxray, BM25": System("maxray", build_bm25, open_bm25),
     "bm25s": System("bm25s", build_bm25s, open_bm25s),
     "Lance, full-text": System("pylance", build_lance_fts, open_lance_fts),

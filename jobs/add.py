@@ -82,10 +82,10 @@ def _tokens(arguments: Sequence[str]) -> None:
 def _candidates(arguments: Sequence[str]) -> None:
     """Builds a candidate generator, which makes searches faster than scoring all items.
 
-        maxray add candidates out/cranfield/index lemur
-        maxray add candidates INDEX lemur representation=hpool_32 generator.features=mlp
-        maxray add candidates INDEX lemur queries=log.jsonl --refit
-        maxray add candidates INDEX lemur representation=hpool_32 --drop
+        maxray add candidates out/cranfield/index ivf
+        maxray add candidates INDEX ivf representation=hpool_32 recall=0.99
+        maxray add candidates INDEX ivf queries=log.jsonl --refit
+        maxray add candidates INDEX ivf representation=hpool_32 --drop
 
     The generator is fitted to a sample of the items, and the code of each item is stored in a
     column of the index. Searches use it with --candidates (jobs.search) or `candidates`

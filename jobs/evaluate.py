@@ -26,7 +26,7 @@ Optional analyses:
                                      x1, y1]]}, or of the benchmark: grounding=benchmark
     document_categories=modality     results by category of the relevant documents: an item column,
                                      or metadata.KEY
-    candidates=[{generator: lemur}]  recall of the exact results and latency of a candidate
+    candidates=[{generator: ivf}]    recall of the exact results and latency of a candidate
                                      generator, by the number of candidates
     rerank=[{name: edje, model: FOLDER}]  the gain and the cost of rerankers of the best results
 

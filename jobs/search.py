@@ -7,8 +7,8 @@
     maxray search INDEX "a query" --score hybrid --weights 1 0.5
     maxray search INDEX "a query" --group-by parent --filter "modality = 'text'"
     maxray search INDEX "a query" --ids ids.txt --json
-    maxray search INDEX "a query" --candidates lemur --num-candidates 1000
-    maxray search INDEX "a query" --candidates lemur+bm25 --score fused
+    maxray search INDEX "a query" --candidates ivf --num-candidates 1000
+    maxray search INDEX "a query" --candidates ivf+bm25 --score fused
     maxray search INDEX "a query" --score fused --fusion weights.bm25=0.25
     maxray search INDEX --queries queries.jsonl --k 100 --run out/full.trec
     maxray search INDEX --queries queries.jsonl --run out/full.trec --actors 4

@@ -6,7 +6,7 @@ maxray status s3://bucket/cranfield --watch
 maxray status out/cranfield/index --rejects
 
 `cosine` is the mean cosine of different vectors. From about 0.5, the vectors share a direction, for
-which the codec `bits` and the generators `lemur` and `bits` allow.
+which the codec `bits` allows.
 
 The cache is that of this machine: packed vectors of searches of this index, of all indexes, and
 the limit (MAXRAY_CACHE_BYTES) beyond which the longest unused files are removed.

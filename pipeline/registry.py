@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # Components are imported on first use.
     from pipeline.data.recognise import Recogniser
     from pipeline.encoders import Encoder
     from pipeline.eval import Benchmark
-    from pipeline.search.generators import Generator
     from pipeline.search.generators.bm25 import Bm25
+    from pipeline.search.generators.ivf import Ivf
     from pipeline.search.rerankers import Reranker
     from pipeline.train.data.base import TrainingData
     from pipeline.train.learner import Learner
@@ -281,17 +281,17 @@ CODECS: Registry[Codec[Any]] = Registry(
     },
     {"binary": "was replaced by bits: add the representation again with that codec"},
 )
-CANDIDATES: Registry[Generator[Any] | Bm25] = Registry(
+CANDIDATES: Registry[Ivf | Bm25] = Registry(
     "candidates",
     {
         "bm25": "pipeline.search.generators.bm25:Bm25",
         "ivf": "pipeline.search.generators.ivf:Ivf",
-        "lemur": "pipeline.search.generators.lemur:Lemur",
     },
     {
-        "bits": "was removed, because it is slower than exact scores: use ivf or lemur",
+        "bits": "was removed, because it is slower than exact scores: use ivf",
         "centroids": "was replaced by ivf: add candidates with that generator",
-        "pq": "was removed, because it is slower than exact scores: use ivf or lemur",
+        "lemur": "was replaced by ivf: add candidates with that generator",
+        "pq": "was removed, because it is slower than exact scores: use ivf",
     },
 )
 RERANKERS: Registry[Reranker[Any]] = Registry(

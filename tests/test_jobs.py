@@ -87,7 +87,7 @@ SPECS = "jobs/specs/cranfield"
 WRONG = [
     (["draw", "attention", "out.png", f"{NOWHERE}.png", "--model", SPEC], "items"),
     (["draw", "attention", "out.png", "README.md", "--model", SPEC], "model"),
-    (["add", "candidates", INDEX, "lemur"], "index"),
+    (["add", "candidates", INDEX, "ivf"], "index"),
     (["add", "representations", SPEC], "spec"),
     (["add", "representations", f"{SPECS}_more.yaml", f"index={INDEX}"], "index"),
     (["add", "tokens", SPEC], "spec"),

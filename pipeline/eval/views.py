@@ -113,7 +113,7 @@ class CandidatesScan:
     """Rows of one candidate generator and representation.
 
     Attributes:
-        generator: Candidate generator, such as `lemur+bm25`.
+        generator: Candidate generator, such as `ivf+bm25`.
     """
 
     generator: str

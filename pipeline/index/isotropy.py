@@ -38,7 +38,7 @@ def isotropy_remark(index: IndexReader, representation: str) -> str | None:
         return None
     return (
         f"the vectors of {representation} share a direction (mean cosine {cosine:.2f}): the codec"
-        " bits and the generators lemur and bits allow for it, other codes may lose good items"
+        " bits allows for it, other codes may lose good items"
     )
 
 

@@ -14,17 +14,16 @@ if TYPE_CHECKING:  # imports Lance
 #: Value of the option `candidates` that chooses by the size of the index, see `default_candidates`,
 #: and value that scores all items.
 AUTO, EXACT = "auto", "exact"
-#: Generators that are used by default.
-IVF, LEMUR = "ivf", "lemur"
+#: Generator that is used by default.
+IVF = "ivf"
 #: Maximum number of vectors that are all scored by default. On two cores, 2 million vectors take 25
-#: ms with AVX-512 and 117 ms with AVX2, and the search with `lemur` 5 and 13 ms.
+#: ms with AVX-512 and 117 ms with AVX2, and the search with `ivf` takes 4 ms with AVX-512.
 EXACT_VECTORS = 2_000_000
 #: Default number of probed lists per query token of `ivf`, if it was not measured.
 DEFAULT_PROBES = 32
-#: Times in microseconds with AVX-512 on a million items of a probed list, of the exact score of a
-#: vector of a candidate and of one of many items, and of scanning a code of `lemur`
-#: (docs/results/candidates.md).
-PROBE_TIME, VECTOR_TIME, EXACT_TIME, SCAN_TIME = 2.2, 0.041, 0.022, 0.015
+#: Times in microseconds with AVX-512 on a million items of a probed list, and of the exact score of
+#: a vector of a candidate and of one of many items (docs/results/candidates.md).
+PROBE_TIME, VECTOR_TIME, EXACT_TIME = 2.2, 0.041, 0.022
 #: Number of tokens of a query for which times are estimated.
 QUERY_TOKENS = 16
 #: Vectors of an item whose number is not fixed, as an estimate: the tokens of a passage of text.
@@ -37,30 +36,29 @@ BM25 = "bm25"
 UNION = "+"
 #: Numbers of hits for which numbers of items are measured.
 DEPTHS = (10, 100)
-#: Default minimum number of candidates, and their number per hit. On 117,659 definitions, `lemur`
-#: then finds 97 % of the 100 best items.
+#: Minimum number of candidates where it was not measured, and their number per hit. On 117,659
+#: definitions, `ivf` then finds 92 % of the 100 best items.
 MIN_CANDIDATES, CANDIDATES_PER_HIT = 1000, 16
-#: One of this many items is a candidate by default if that is more. A million derived items need
-#: 25,600 candidates of `lemur` for a recall of the 10 best items of 0.95; 1,600 find 0.68.
+#: One of this many items is a candidate if that is more.
 ITEMS_PER_DEFAULT_CANDIDATE = 40
 
 
 class Numbers(NamedTuple):
-    """Numbers of items that a generator finds, see `pipeline.search.num_candidates`.
+    """Numbers of items that `ivf` finds, see `pipeline.search.num_candidates`.
 
     Attributes:
         recall: Wanted share of the exact results.
         items: Number of items of the index when they were measured.
         counts: Number of found items for each of `DEPTHS`.
-        probes: Number of probed lists per query token for each of `DEPTHS`, or None without lists.
+        probes: Number of probed lists per query token for each of `DEPTHS`.
     """
 
     recall: float
     items: int
     counts: list[int]
-    probes: list[int] | None = None
+    probes: list[int]
 
-    def for_hits(self, k: int, num_items: int) -> tuple[int, int | None]:
+    def for_hits(self, k: int, num_items: int) -> tuple[int, int]:
         """Returns both numbers for k hits in an index that may have grown since.
 
         >>> Numbers(0.98, 1000, [50, 150], [16, 32]).for_hits(400, 2000)
@@ -69,7 +67,7 @@ class Numbers(NamedTuple):
         depth = next((i for i, depth in enumerate(DEPTHS) if k <= depth), len(DEPTHS) - 1)
         more = max(1, k / DEPTHS[depth])
         growth = max(1, num_items / max(self.items, 1))  # lists grow as well
-        probes = None if self.probes is None else round(more**0.5 * self.probes[depth])
+        probes = round(more**0.5 * self.probes[depth])
         return max(k, round(growth * more * self.counts[depth])), probes
 
 
@@ -98,7 +96,7 @@ def numbers_for(
     if share < 1:
         _, probes = numbers.for_hits(round(k / share), len(index))
     more = 1 if num is None else max(1, num / measured)
-    return num or measured, round(more * (probes or DEFAULT_PROBES))
+    return num or measured, round(more * probes)
 
 
 def ivf_time(
@@ -158,28 +156,17 @@ def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:
 def default_candidates(index: IndexReader, info: RepresentationInfo, device: str = "cpu") -> str:
     """Returns the default of the option `candidates` for the score `maxsim`.
 
-    If an exact search is slow (on a CPU, above `EXACT_VECTORS` vectors), it is the one of `ivf` and
-    `lemur` with the lower estimated time, if any was built. A GPU scores 16 million vectors in 15
-    ms.
+    It is `ivf` if that was built and an exact search is slow: on a CPU, above `EXACT_VECTORS`
+    vectors. A GPU scores 16 million vectors in 15 ms.
     """
-    built = generators(index, info) if _is_slow(index, info, device) else {}
-    item_vectors = info.num_vectors or VECTORS_PER_ITEM
-    times = {}
-    for name in [name for name in (IVF, LEMUR) if name in built]:
-        num_candidates, num_probes = numbers_for(index, built[name], DEPTHS[0], None)
-        if name == IVF:
-            times[name] = ivf_time(num_probes, QUERY_TOKENS, num_candidates, item_vectors)
-        else:
-            times[name] = SCAN_TIME * len(index) + VECTOR_TIME * num_candidates * item_vectors
-    return min(times, key=times.__getitem__, default=EXACT)
+    return IVF if _is_slow(index, info, device) and IVF in generators(index, info) else EXACT
 
 
 def slow_search_hint(
     index: IndexReader, info: RepresentationInfo, device: str = "cpu"
 ) -> str | None:
     """Returns a line that suggests a candidate generator if all searches are exact and slow."""
-    built = generators(index, info)
-    if not _is_slow(index, info, device) or IVF in built or LEMUR in built:
+    if not _is_slow(index, info, device) or IVF in generators(index, info):
         return None
     uri = shlex.quote(index.uri)
     command = f"maxray add candidates {uri} {IVF} representation={info.column}"
@@ -194,7 +181,7 @@ def _is_slow(index: IndexReader, info: RepresentationInfo, device: str) -> bool:
 def generator_columns(
     index: IndexReader, info: RepresentationInfo, candidates: str
 ) -> dict[str, str]:
-    """Returns the columns of the generators of a value such as `lemur+bm25`, by generator.
+    """Returns the columns of the generators of a value such as `ivf+bm25`, by generator.
 
     Raises:
         SpecError: A generator was not built for the representation or for other vectors, or occurs

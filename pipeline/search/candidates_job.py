@@ -23,21 +23,26 @@ from pipeline.index.add import AddedColumns, Progress, Work, incomplete_fragment
 from pipeline.index.artefacts import save_artefact
 from pipeline.index.filling import FragmentActor
 from pipeline.index.info import CandidatesInfo
+from pipeline.index.isotropy import sample_vectors
 from pipeline.index.reader import IndexReader
 from pipeline.index.session import Session
 from pipeline.index.stage import Profile, Resources
 from pipeline.registry import CANDIDATES, GeneratorSpec, short_name
 from pipeline.schema import with_metadata
 from pipeline.search.candidates import BM25, DEPTHS, Numbers
-from pipeline.search.candidates_sample import draw_sample
-from pipeline.search.num_candidates import measure, split_queries
+from pipeline.search.generators.ivf import MIN_SAMPLE, VECTORS_PER_CENTROID
+from pipeline.search.num_candidates import measure
 from pipeline.search.options import representation_info
 from pipeline.search.query import AnyQuery
 
 log = logging.getLogger("maxray.candidates")
 
-#: Maximum number of items on which the remarks about a generator are based.
-REMARK_ITEMS = 4096
+#: Default minimum number of items of the sample to which `ivf` is fitted, and their share.
+FIT_ITEMS, FIT_SHARE = 16384, MIN_SAMPLE * 2**0.5 / VECTORS_PER_CENTROID
+#: Maximum number of vectors of the sample: 2 GiB of float32 at 128 dimensions.
+FIT_VECTORS = 1 << 22
+#: Number of items by which their mean number of vectors is estimated.
+LENGTH_ITEMS = 256
 
 
 class CandidatesJobSpec(Spec):
@@ -52,20 +57,14 @@ class CandidatesJobSpec(Spec):
     `full` if it exists, otherwise the first. `bm25` serves all representations of the same texts.
     """
     queries: Uri | None = None
-    """File with past queries to which the generator is fitted: texts as for `--queries` of
-    `jobs.search`, or vectors (.npy or .parquet) as for `--query-vectors`. By default, passages of
-    the items' texts are used, or vectors of the items."""
-    fit_items: PositiveInt = 16384
-    """Maximum number of items of the sample, which also ends when it has a million vectors. That of
-    `ivf` has at least 35 % of the items, and up to four million vectors."""
-    fit_tokens: PositiveInt = 16384
-    """Number of token vectors of queries in the sample."""
-    fit_seed: int = Field(0, ge=0, lt=2**32)
-    """Seed of the sample."""
+    """File with past queries with which the recall is measured: texts as for `--queries` of
+    `jobs.search`, or vectors (.npy or .parquet) as for `--query-vectors`. By default, short
+    passages of the items' texts are used, or vectors of the items."""
+    fit_items: PositiveInt | None = None
+    """Number of evenly spaced items to which `ivf` is fitted. The default is 35 % of the items, but
+    at least 16,384. There are fewer if they have more than about four million vectors."""
     recall: float = Field(0.98, ge=0.5, lt=1)
-    """Wanted recall of the exact results, which determines the default number of candidates. It is
-    measured with past queries, otherwise with short passages of the items' texts, or with vectors
-    of the items."""
+    """Wanted recall of the exact results, which determines the default number of candidates."""
     commit_fragments: PositiveInt = 8
     """Number of fragments per commit."""
 
@@ -74,7 +73,7 @@ class CandidatesResources(Profile):
     """Resources profile of the job."""
 
     fit: Resources = Resources(num_cpus=1.0, num_threads=2)
-    """Task that fits the generator. It encodes queries."""
+    """Task that fits the generator, and measures its recall."""
     encode: Resources = Resources(num_cpus=1.0, num_threads=2)
     """Actors that compute codes and write fragments."""
 
@@ -113,7 +112,7 @@ class Candidates(AddedColumns):
     """Codes of a candidate generator, which is fitted unless it exists.
 
     Args:
-        queries: Past queries to which the generator is fitted, all of the same kind.
+        queries: Past queries with which the recall is measured, all of the same kind.
         refit: Whether to fit the generator again.
     """
 
@@ -163,11 +162,10 @@ class Candidates(AddedColumns):
         report: Callable[[str], None],
     ) -> None:
         spec, pool = self.spec, self.resources.fit
-        fit = _fit_texts if spec.generator.name == BM25 else _fit
-        num_items = _num_fit_items(spec, len(index))
-        report(f"fitting {spec.generator.name} to {num_items:,} items")
+        fit = _fit_texts if spec.generator.name == BM25 else _fit_vectors
+        report(f"fitting {spec.generator.name}")
         with session.monitor.phase(f"fit {spec.generator.name}"):
-            artefact = session.run(pool, fit, spec, source, list(split_queries(self.queries)[0]))
+            artefact = session.run(pool, fit, spec, source)
         info = CandidatesInfo(
             name=self.column,
             generator=dump(spec.generator),
@@ -181,10 +179,8 @@ class Candidates(AddedColumns):
         session.writer.add_columns([with_metadata(pa.field(info.name, type), info.to_metadata())])
 
     def finish(self, session: Session, progress: Progress, report: Callable[[str], None]) -> None:
-        """Reports remarks about the codes, and drops the column that they replace."""
+        """Measures the numbers of candidates, and drops the column that the codes replace."""
         index = IndexReader(self.index)
-        for sentence in _remarks(index, self.column):
-            report(sentence)
         info = index.candidates_columns[self.column]
         if info.representation in index.representations() and info.numbers is None:
             self._measure(session, index, info, report)
@@ -201,8 +197,8 @@ class Candidates(AddedColumns):
     ) -> None:
         """Measures and stores the default numbers of candidates."""
         start = time.perf_counter()
-        queries = list(split_queries(self.queries)[1])
         with session.monitor.phase(f"measure {info.generator_name}"):
+            queries = list(self.queries)
             numbers = session.run(self.resources.fit, _measure, self.spec, info.name, queries)
         if numbers is None:
             return
@@ -212,8 +208,7 @@ class Candidates(AddedColumns):
         )
         pairs = zip(numbers.counts, DEPTHS, strict=True)
         found = " and ".join(f"{count:,} for {depth} hits" for count, depth in pairs)
-        if numbers.probes:
-            found += f", from {' and '.join(map(str, numbers.probes))} lists per query token"
+        found += f", from {' and '.join(map(str, numbers.probes))} lists per query token"
         seconds = f"{time.perf_counter() - start:.1f} s"
         name, recall = info.generator_name, f"{numbers.recall:g}"
         report(f"{name} needs these candidates for recall {recall}: {found} ({seconds})")
@@ -285,42 +280,26 @@ def _columns(index: IndexReader, representation: str, generator: str) -> dict[st
     return {info.name: info for info in sorted(found, key=lambda info: info.revision)}
 
 
-def _remarks(index: IndexReader, column: str) -> list[str]:
-    with index.corruption_errors():
-        table = index.dataset.to_table(
-            columns=[column], filter=f"`{column}` IS NOT NULL", limit=REMARK_ITEMS
-        )
-    return index.generator(column).remarks(table[column])
-
-
-def _fit(
-    spec: CandidatesJobSpec, representation: str, queries: list[AnyQuery]
-) -> dict[str, np.ndarray]:
+def _fit_vectors(spec: CandidatesJobSpec, representation: str) -> dict[str, np.ndarray]:
     kind: Any = CANDIDATES.load(spec.generator.name)
     index = IndexReader(spec.index)
-    sample = draw_sample(
-        index,
-        representation,
-        queries,
-        num_items=_num_fit_items(spec, len(index)),
-        num_tokens=spec.fit_tokens,
-        seed=spec.fit_seed,
-        max_vectors=kind.max_sample_vectors,
-    )
+    num_items = spec.fit_items or max(FIT_ITEMS, round(FIT_SHARE * len(index)))
+    _, lengths = sample_vectors(index, representation, LENGTH_ITEMS)
+    num_items = min(num_items, int(FIT_VECTORS / lengths.mean() if lengths.any() else 1))
+    vectors_TD, lengths_B = sample_vectors(index, representation, num_items)
+    if not len(vectors_TD):
+        problem = "has no vectors"
+        raise SpecError("representation", representation, "a filled representation", problem)
     with within("generator"):
-        return kind.fit(spec.generator, sample)
-
-
-def _num_fit_items(spec: CandidatesJobSpec, num_items: int) -> int:
-    share = CANDIDATES.load(spec.generator.name).sample_share
-    return min(max(spec.fit_items, int(share * num_items)), num_items)
+        share = np.count_nonzero(lengths_B) / len(index)
+        return kind.fit(spec.generator, np.ascontiguousarray(vectors_TD, np.float32), share)
 
 
 def _measure(spec: CandidatesJobSpec, column: str, queries: list[AnyQuery]) -> Numbers | None:
     return measure(IndexReader(spec.index), column, queries, recall=spec.recall)
 
 
-def _fit_texts(spec: CandidatesJobSpec, column: str, queries: object) -> dict[str, np.ndarray]:
+def _fit_texts(spec: CandidatesJobSpec, column: str) -> dict[str, np.ndarray]:
     kind: Any = CANDIDATES.load(spec.generator.name)
     batches = IndexReader(spec.index).batches([column])
     artefact = kind.fit(spec.generator, (batch[column].to_pylist() for batch in batches))

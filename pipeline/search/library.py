@@ -296,9 +296,9 @@ class Index:
     def add_candidates(
         self, generator: str | Mapping[str, Any], representation: str | None = None
     ) -> None:
-        """Builds a candidate generator, such as `lemur`, or codes rows that were added since.
+        """Builds a candidate generator, such as `ivf`, or codes rows that were added since.
 
-        Searches use it with `candidates="lemur"`.
+        Searches use it with `candidates="ivf"`.
 
         Args:
             generator: Name or settings of the generator.

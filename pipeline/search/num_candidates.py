@@ -1,29 +1,27 @@
 """Numbers of candidates, by the measured recall of the exact results on an index.
 
-The number of a generator is the smallest such that the items with its best scores contain a wanted
-share of the exact best items of a sample of queries. For `ivf`, it is measured for several numbers
-of probed lists, and the one with the lowest estimated time is chosen.
+The number of `ivf` is the smallest such that the items with its best scores contain a wanted share
+of the exact best items of a sample of queries. It is measured for several numbers of probed lists,
+and the one with the lowest estimated time is chosen.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from pipeline.index.isotropy import sample_vectors
 from pipeline.index.reader import IndexReader
-from pipeline.search.candidates import DEPTHS, EXACT, IVF, QUERY_TOKENS, Numbers, ivf_time
-from pipeline.search.candidates_sample import passages
+from pipeline.search.candidates import DEPTHS, EXACT, QUERY_TOKENS, Numbers, ivf_time
 from pipeline.search.query import AnyQuery
 from pipeline.search.searcher import Searcher
 
 #: Maximum number of queries. With 64, the numbers for a recall of 0.98 have one of 0.960 to 0.988
 #: for other queries, and with 256 one of 0.972 to 0.985 (docs/results/candidates.md).
 NUM_QUERIES = 256
-#: Minimum number of given queries of which up to a quarter is left out of the sample for the fit.
-MIN_GIVEN = 256
-#: Numbers of probed lists per query token that are compared for `ivf`.
+#: Numbers of probed lists per query token that are compared.
 PROBES = (8, 16, 32, 64, 128, 256)
 #: Number of queries that are scored together, which bounds the size of the score matrix.
 BATCH = 4
@@ -36,18 +34,10 @@ QUERY_WORDS = 2
 QUERY_VECTORS, NOISE = 4, 1.0
 
 
-def split_queries(queries: Sequence[AnyQuery]) -> tuple[Sequence[AnyQuery], Sequence[AnyQuery]]:
-    """Divides past queries into those to which a generator is fitted, and those to measure with."""
-    if len(queries) < MIN_GIVEN:
-        return queries, queries
-    step = max(4, -(-len(queries) // NUM_QUERIES))  # a log can be sorted
-    return [query for i, query in enumerate(queries) if i % step], queries[::step]
-
-
 def measure(
     index: IndexReader, column: str, queries: Sequence[AnyQuery], *, recall: float
 ) -> Numbers | None:
-    """Measures the numbers of the generator of a column with given queries.
+    """Measures the numbers of the generator of a column with evenly spaced ones of given queries.
 
     Without any, they are passages of the items' texts if the query encoder accepts texts, otherwise
     vectors of items with noise. Returns None if no item has any.
@@ -58,12 +48,13 @@ def measure(
         queries = _text_queries(index, representation) or _item_queries(index, representation)
     if not queries:
         return None
+    queries = queries[:: -(-len(queries) // NUM_QUERIES)]  # a log can be sorted
     shards = max(1, -(-len(index) // MAX_ITEMS))
     searcher = Searcher(index, shard=(0, shards))
     encoded = searcher.queries(list(queries), representation)
     best = searcher.rank(encoded, representation, k=max(DEPTHS), candidates=EXACT)
 
-    def counts(num_probes: int | None = None) -> list[int]:
+    def counts(num_probes: int) -> list[int]:
         ranks: list[np.ndarray] = []  # of the best items of each query
         for first in range(0, len(encoded), BATCH):
             batch = encoded.part(first, first + BATCH)
@@ -72,8 +63,6 @@ def measure(
         loss = 1 - recall
         return [shards * _number(np.concatenate([r[:n] for r in ranks]), loss) for n in DEPTHS]
 
-    if index.candidates_columns[column].generator_name != IVF:
-        return Numbers(recall, len(index), counts())
     packed = searcher.scorer.vectors(representation)
     item_vectors = packed.num_vectors / max(len(packed), 1)
     num_tokens = sum(encoded.num_tokens) / len(encoded) if is_given else QUERY_TOKENS
@@ -103,7 +92,12 @@ def _text_queries(index: IndexReader, representation: str) -> list[str]:
     rows = np.linspace(0, max(len(index) - 1, 0), min(NUM_QUERIES, len(index))).astype(int)
     with index.corruption_errors():
         texts = index.dataset.take(rows.tolist(), columns=[info.text_column])[info.text_column]
-    return passages(texts.to_pylist(), QUERY_WORDS, np.random.default_rng(0))
+    rng, queries = np.random.default_rng(0), []
+    for text in texts.to_pylist():
+        if words := re.findall(r"\S+", text or ""):
+            start = int(rng.integers(max(len(words) - QUERY_WORDS, 0) + 1))
+            queries.append(" ".join(words[start : start + QUERY_WORDS]))
+    return queries
 
 
 def _item_queries(index: IndexReader, representation: str) -> list[AnyQuery]:

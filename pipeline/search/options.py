@@ -168,9 +168,8 @@ class SearchOptions(Spec):
     """Candidate generator of the representation, or several joined by `+`, which find the items
     that are scored; `exact` scores all items. A search with candidates is faster and may miss hits.
     Items without a code of a generator are always scored, and all items if fewer than `k` are
-    found. `auto` is the one of `ivf` and `lemur` with the lower estimated time for the score
-    `maxsim` on a CPU if one was built and the index has more than about 2 million vectors,
-    otherwise `exact`. A server may have another default."""
+    found. `auto` is `ivf` for the score `maxsim` on a CPU if it was built and the index has more
+    than about 2 million vectors, otherwise `exact`. A server may have another default."""
     num_candidates: int | None = Field(None, ge=1)
     """Number of candidates per query, shard and generator, at least `k`. Default: the number that
     was measured for the wanted recall when the generator was built, unless the settings of a server

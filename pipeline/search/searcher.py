@@ -100,7 +100,7 @@ class Searcher:
         """Finds the k best items for a query. Ties are sorted by item id.
 
         The search is exact unless `candidates` names a candidate generator, or the index is large
-        and has `ivf` or `lemur`, see `SearchOptions`.
+        and has `ivf`, see `SearchOptions`.
 
         Args:
             query: A text; an image, as the bytes of a PNG, JPEG or WebP file; a `Composed` query of

@@ -1,7 +1,7 @@
-"""Benchmark of candidate generators against the exact search of the same index.
+"""Benchmark of the candidates of `ivf` against the exact search of the same index.
 
     python -m tests.bench candidates
-    python -m tests.bench candidates --items 1000000 --generators lemur --figure plot.png
+    python -m tests.bench candidates --items 1000000 --figure plot.png
     python -m tests.bench candidates --vectors FOLDER --query-tokens 32
     python -m tests.bench candidates --vectors FOLDER --unmodified --items 117659
     python -m tests.bench candidates --index INDEX --representation hpool_32_int8 --log log.jsonl
@@ -11,11 +11,11 @@ documents and adds noise. By default, these are the abstracts of jobs/data/cranf
 MiniLM and merged to 32 vectors. --vectors names a folder in the .npy layout of `jobs.export` with
 queries, such as those of examples/papers/specs/candidates/wordnet.yaml. Vectors are projected to
 128 dimensions by a random orthogonal map. --index names an index whose items are searched instead,
-with the texts of --log as queries; its generators are kept. Half of the queries are the log to
-which generators are fitted, of the other half 128 are searched.
+with the texts of --log as queries; its codes are kept. Half of the queries are the log with which
+numbers of candidates are measured, of the other half 128 are searched.
 
-For each generator, the benchmark measures the time to build it, and by the number of candidates the
-recall of the exact results, the latency of single queries and the throughput in batches of 32.
+The benchmark measures the time of the build, and by the number of candidates the recall of the
+exact results, the latency of single queries and the throughput in batches of 32.
 """
 
 from __future__ import annotations
@@ -48,14 +48,7 @@ COLUMN = "full_int8"
 DEPTHS, BATCH = (10, 100), 32
 #: Maximum number of queries whose exact search is timed, which takes seconds for a million items.
 NUM_EXACT = 16
-#: Settings of the generators by their name on the command line.
-GENERATORS: dict[str, dict[str, Any]] = {
-    "ivf": {"name": "ivf"},
-    "lemur": {"name": "lemur"},
-    "lemur-random": {"name": "lemur", "features": "random"},
-    "lemur-512": {"name": "lemur", "num_features": 512},
-    "lemur-unreduced": {"name": "lemur", "num_features": 512, "num_dims": 512},
-}
+GENERATOR = "ivf"
 
 
 class Vectors(NamedTuple):
@@ -81,9 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--representation", default=COLUMN, help="representation of --index")
     parser.add_argument("--log", type=Path, help="queries of --index (.jsonl)")
     parser.add_argument("--vectors", help="folder with documents.npy, doclens.npy and queries.npy")
-    parser.add_argument(
-        "--generators", nargs="+", choices=GENERATORS, default=list(GENERATORS), metavar="NAME"
-    )
     parser.add_argument(
         "--num-candidates", type=jobs.positive, nargs="+", default=[100, 400, 1600, 6400]
     )
@@ -146,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(bench: Bench, args: Namespace, uri: str, queries: Sequence[Query]) -> None:
-    """Measures the exact search and each generator, and reports a table."""
+    """Measures the exact search and `ivf`, and reports a table."""
     from pipeline.search.searcher import open_index
 
     log, searched, column = queries[1::2], queries[::2][: args.queries], args.representation
@@ -161,39 +151,34 @@ def run(bench: Bench, args: Namespace, uri: str, queries: Sequence[Query]) -> No
     optional = Optional(bench, args, searched)
     rows: list[list[Any]] = [["exact", "", "", "", 1.0, 1.0, p50, p99, str(rate)]]
     figures: dict[str, Any] = {"exact": {"p50_ms": p50, "p99_ms": p99, "queries_per_s": rate}}
-    for name in args.generators:
-        generator = GENERATORS[name]
-        seconds, num_bytes = build(uri, column, generator, log)
-        searcher = open_index(uri)
-        candidates = generator["name"]
-        searcher.load(column, candidates=candidates)
-        for number in (None, *args.num_candidates):  # None: the measured numbers
-            options = {"candidates": candidates, "num_candidates": number}
-            recalls = []
-            for depth in DEPTHS:
-                found = searcher.rank(searched, column, k=min(depth, number or depth), **options)
-                recalls.append(recall(best, [r.item_ids for r in found], depth))
-            p50, p99, rate = latencies(searcher, column, searched, args.repeats, options)
-            label = number or "default"
-            rows.append([name, f"{seconds:.1f}", num_bytes, label, *recalls, p50, p99, str(rate)])
-            print(f"{name} {label}: recall {recalls}, {p50:.2f} ms", flush=True)
-            figures[f"{name} {label}"] = {
-                "build_seconds": seconds,
-                "bytes": num_bytes,
-                **{f"recall@{d}": value for d, value in zip(DEPTHS, recalls, strict=True)},
-                "p50_ms": p50,
-                "p99_ms": p99,
-                "queries_per_s": rate,
-            }
-        optional.measure(searcher, candidates)
-        if args.folder is None and args.index is None:
-            drop(uri, column, generator)
+    seconds, num_bytes = build(uri, column, log)
+    searcher = open_index(uri)
+    searcher.load(column, candidates=GENERATOR)
+    for number in (None, *args.num_candidates):  # None: the measured numbers
+        options = {"candidates": GENERATOR, "num_candidates": number}
+        recalls = []
+        for depth in DEPTHS:
+            found = searcher.rank(searched, column, k=min(depth, number or depth), **options)
+            recalls.append(recall(best, [r.item_ids for r in found], depth))
+        p50, p99, rate = latencies(searcher, column, searched, args.repeats, options)
+        label = number or "default"
+        rows.append([GENERATOR, f"{seconds:.1f}", num_bytes, label, *recalls, p50, p99, str(rate)])
+        print(f"{GENERATOR} {label}: recall {recalls}, {p50:.2f} ms", flush=True)
+        figures[f"{GENERATOR} {label}"] = {
+            "build_seconds": seconds,
+            "bytes": num_bytes,
+            **{f"recall@{d}": value for d, value in zip(DEPTHS, recalls, strict=True)},
+            "p50_ms": p50,
+            "p99_ms": p99,
+            "queries_per_s": rate,
+        }
+    optional.measure(searcher, GENERATOR)
     optional.report()
     lengths = searcher.queries(searched, column).num_tokens
     title = (
         f"{len(searcher.items):,} items {'of' if args.unmodified or args.index else 'derived from'}"
         f" real vectors, {len(searched)} queries of {np.mean(lengths):.0f} tokens on average;"
-        f" generators fitted to {len(log)} others"
+        f" numbers of candidates measured with {len(log)} others"
     )
     header = ["generator", "build s", "B/item", "candidates"]
     header += [*(f"recall@{depth}" for depth in DEPTHS), "p50 ms", "p99 ms", "queries/s"]
@@ -204,14 +189,14 @@ def run(bench: Bench, args: Namespace, uri: str, queries: Sequence[Query]) -> No
 
 
 class Optional:
-    """Optional measurements of each generator, which have tables of their own."""
+    """Optional measurements, which have tables of their own."""
 
     def __init__(self, bench: Bench, args: Namespace, queries: Sequence[Query]):
         self._bench, self._args, self._queries = bench, args, queries
         self._rows: dict[str, list[tuple[list[Any], dict[str, float]]]] = {}
 
     def measure(self, searcher: Any, name: str) -> None:
-        """Measures a generator and prints each row."""
+        """Measures and prints each row."""
         from tests.bench import candidates_filters, candidates_stopping
 
         given = (searcher, self._args.representation, self._queries, name)
@@ -261,10 +246,8 @@ def _write_figure(path: Path, rows: Sequence[Sequence[Any]]) -> None:
     path.write_bytes(to_png(figure))
 
 
-def build(
-    uri: str, representation: str, generator: dict[str, Any], log: Sequence[Query]
-) -> tuple[float, float]:
-    """Builds a generator. Returns the seconds it takes and the bytes per item of its codes."""
+def build(uri: str, representation: str, log: Sequence[Query]) -> tuple[float, float]:
+    """Builds `ivf`. Returns the seconds it takes and the bytes per item of its codes."""
     from pipeline.config import parse
     from pipeline.index import add
     from pipeline.index.reader import IndexReader
@@ -272,7 +255,7 @@ def build(
 
     spec = parse(
         candidates_job.CandidatesJobSpec,
-        {"index": uri, "generator": generator, "representation": representation},
+        {"index": uri, "generator": {"name": GENERATOR}, "representation": representation},
     )
     start = time.perf_counter()
     add.run(
@@ -283,23 +266,11 @@ def build(
     seconds = time.perf_counter() - start
     index = IndexReader(uri)
     infos = index.candidates_columns.values()
-    (column,) = (info.name for info in infos if info.generator_name == generator["name"])
+    (column,) = (info.name for info in infos if info.generator_name == GENERATOR)
     fitted = index.generator(column)
     rows = index.dataset.to_table(columns=[column], limit=1000)
     _, lengths = fitted.codec.unpack(rows[column], fitted.dim)
     return seconds, fitted.codec.token_bytes(fitted.dim) * float(lengths.mean())
-
-
-def drop(uri: str, representation: str, generator: dict[str, Any]) -> None:
-    """Drops a generator."""
-    from pipeline.config import parse
-    from pipeline.search import candidates_job
-
-    spec = parse(
-        candidates_job.CandidatesJobSpec,
-        {"index": uri, "generator": generator, "representation": representation},
-    )
-    candidates_job.drop(spec, job=jobs.job_id(), report=jobs.say)
 
 
 def latencies(

@@ -554,7 +554,6 @@ def version(package: str) -> str:
 SYSTEMS: dict[str, System] = {
     "Maxray, int8": maxray(),
     "Maxray, int8, ivf": maxray("ivf"),
-    "Maxray, int8, lemur": maxray("lemur"),
     "Maxray, bits": maxray(codec="bits"),
     "Maxray, 16 vectors, int8": maxray(compressor={"name": "hpool", "num_vectors": 16}),
     "Maxray, 8 vectors, int8": maxray(compressor={"name": "hpool", "num_vectors": 8}),

@@ -52,7 +52,7 @@ def extend(uri: str) -> None:
     more = parse(RecompressSpec, {"index": uri, "representations": [hpool]})
     threads = Resources(num_cpus=0.5, num_threads=1)
     add.run(Recompression(more, RecompressResources(compress=threads)), job="recompress")
-    spec = parse(CandidatesJobSpec, {"index": uri, "generator": {"name": "lemur"}})
+    spec = parse(CandidatesJobSpec, {"index": uri, "generator": {"name": "ivf"}})
     profile = CandidatesResources(fit=threads, encode=threads)
     add.run(Candidates(spec, profile, [], refit=False), job="candidates")
 

@@ -58,7 +58,7 @@ def original(cluster, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("maintain")
     for prefix, num in (("a", 12), ("b", 16)):
         add(folder / "index", folder / prefix, prefix, num)
-    given = {"index": str(folder / "index"), "generator": {"name": "lemur", "num_features": 16}}
+    given = {"index": str(folder / "index"), "generator": {"name": "ivf", "num_centroids": 16}}
     spec = config.parse(candidates_job.CandidatesJobSpec, given)
     resources = candidates_job.CandidatesResources()
     add_job.run(candidates_job.Candidates(spec, resources), job="codes", report=print)
@@ -86,7 +86,7 @@ def query() -> np.ndarray:
 
 def test_merges_fragments_and_keeps_rows(uri):
     before = rows(uri)
-    options = {"candidates": "lemur", "num_candidates": 10, "k": 5}
+    options = {"candidates": "ivf", "num_candidates": 10, "k": 5}
     hits = open_index(uri).rank([query()], **options)[0].scores_by_item()
     reader = IndexReader(uri)
     progress = maintained(uri, fragment_items=10)
@@ -203,7 +203,7 @@ def test_deletes_by_ids_and_by_filter(uri, tmp_path, capsys, monkeypatch):
     assert (progress.selected, progress.removed, progress.commits) == (10, 10, 2)
     left = [row["item_id"] for row in rows(uri)]
     assert left == [f"b{i:02}" for i in range(1, 15)]
-    hits = open_index(uri).rank([query()], k=28, candidates="lemur", num_candidates=28)[0]
+    hits = open_index(uri).rank([query()], k=28, candidates="ivf", num_candidates=28)[0]
     assert sorted(hits.item_ids) == left
     maintained(uri, retain_hours=0)
     assert [row["item_id"] for row in rows(uri)] == left

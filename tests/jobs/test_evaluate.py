@@ -464,7 +464,7 @@ def test_recall_of_candidate_generators(spec_file, index_uri, tmp_path, capsys):
     assert "Candidate generators" in (tmp_path / "out/report.html").read_text()
 
     for override, sentence in (
-        ("candidates=[{generator: lemur}]", "candidates[0].generator must be one of exact, single"),
+        ("candidates=[{generator: ivf}]", "candidates[0].generator must be one of exact, single"),
         (
             "candidates=[{generator: single, representation: full}]",
             "candidates[0].representation must be one of hpool_2, got 'full', which is not",

@@ -384,11 +384,11 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
          "got [1.0, 2.0]"),
         (["--weights", "1", "x"], "weights must be two numbers "
          "(single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0, got [1, 'x']"),
-        (["--candidates", "lemur"], "candidates must be one of exact, single, got 'lemur', which "
+        (["--candidates", "ivf"], "candidates must be one of exact, single, got 'ivf', which "
          "was not built for full; build it with `maxray add candidates INDEX GENERATOR` for "
          "full"),
-        (["--candidates", "single+lemur"], "candidates must be generators of single, joined by +, "
-         "got 'single+lemur', which contains 'lemur', which was not built for full; build it "
+        (["--candidates", "single+ivf"], "candidates must be generators of single, joined by +, "
+         "got 'single+ivf', which contains 'ivf', which was not built for full; build it "
          "with `maxray add candidates INDEX GENERATOR` for full"),
         (["--score", "fused"], "fusion.weights must be set for the score fused, got None; fit them "
          "with `maxray evaluate SPEC --fit-fusion fusion.yaml`"),

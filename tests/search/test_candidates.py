@@ -144,8 +144,8 @@ def test_number_of_scored_vectors(make_index, num_candidates, share):
 
 def test_invalid_options(make_index):
     searcher = make_index(random_rows(np.random.default_rng(5), 10))
-    with pytest.raises(SpecError, match=r"^candidates must be one of exact, single, got 'lemur'"):
-        searcher.rank(["a wing"], candidates="lemur")
+    with pytest.raises(SpecError, match=r"^candidates must be one of exact, single, got 'ivf'"):
+        searcher.rank(["a wing"], candidates="ivf")
     with pytest.raises(SpecError, match=r"^num_candidates must be at least k = 10, got 5"):
         searcher.rank(["a wing"], num_candidates=5)
     with pytest.raises(
@@ -167,5 +167,5 @@ def test_first_stage_keeps_enough_candidates():
 
 
 def test_default_number_of_candidates():
-    options = SearchOptions(k=100, candidates="lemur")
+    options = SearchOptions(k=100, candidates="ivf")
     assert [options.candidates_per_query(items) for items in (50_000, 1_000_000)] == [1600, 25_000]

@@ -254,7 +254,7 @@ def test_members_without_common_ids(members, join):
         ({"weight": -1}, r"members.a.weight must be greater than 0, got -1"),
         ({"weight": math.nan}, r"members.a.weight must be a finite number, got nan"),
         ({"representation": "ful"}, r"members.a.representation must be .*, got 'ful'"),
-        ({"candidates": "lemur"}, r"members.a.candidates must be .*, got 'lemur'"),
+        ({"candidates": "ivf"}, r"members.a.candidates must be .*, got 'ivf'"),
         ({"filter": "x = 1"}, r"members.a.filter must be .*, got 'x = 1'"),
         ({"score": "fused"}, r"members.a.fusion.weights must be set for the score fused, got None"),
         ({"k": 3}, r"unknown field 'k' in members.a; valid fields: index, "),

@@ -150,15 +150,15 @@ def test_delete_compress_and_candidates(index):
     assert index.delete(["item-0", "unknown"]) == 1
     assert index.delete(filter="text = 'text 1'") == 1
     assert len(index) == 10
-    index.add_candidates({"name": "lemur", "num_features": 16})
+    index.add_candidates({"name": "ivf", "num_centroids": 16})
     query = items(12)[5]
-    assert index.search(query, candidates="lemur", num_candidates=10)[0].item_id == "item-5"
+    assert index.search(query, candidates="ivf", num_candidates=10)[0].item_id == "item-5"
     index.add(["new"], [query * 2])  # has no code yet, and is scored nevertheless
-    hits = index.search(query, candidates="lemur", num_candidates=11)
+    hits = index.search(query, candidates="ivf", num_candidates=11)
     assert {hit.item_id for hit in hits[:2]} == {"item-5", "new"}
 
 
-def test_large_indexes_are_searched_with_lemur(index, monkeypatch):
+def test_large_indexes_are_searched_with_candidates(index, monkeypatch):
     def chosen(device: str = "cpu", **options: Any) -> str:
         return parse(SearchOptions, options).resolve(index.reader, device).candidates
 
@@ -169,8 +169,8 @@ def test_large_indexes_are_searched_with_lemur(index, monkeypatch):
     monkeypatch.setattr("pipeline.search.candidates.EXACT_VECTORS", 12 * VECTORS_PER_ITEM - 1)
     assert f"`maxray add candidates {index.uri} ivf representation=full`" in str(hint())
     assert chosen() == "exact"
-    index.add_candidates({"name": "lemur", "num_features": 16})
-    assert (hint(), chosen(), chosen(candidates="auto")) == (None, "lemur", "lemur")
+    index.add_candidates({"name": "ivf", "num_centroids": 16})
+    assert (hint(), chosen(), chosen(candidates="auto")) == (None, "ivf", "ivf")
     assert {chosen("cuda"), chosen(candidates="exact"), chosen(score="single_vector")} == {"exact"}
     query = items(12)[5]
     assert index.search(query, num_candidates=10)[0].item_id == "item-5"

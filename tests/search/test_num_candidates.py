@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -11,11 +9,13 @@ from pipeline import Index
 from pipeline.index.reader import IndexReader
 from pipeline.search import candidates, lists, score
 from pipeline.search.candidates import DEPTHS, Numbers
-from pipeline.search.num_candidates import NUM_QUERIES, PROBES, measure, split_queries
+from pipeline.search.num_candidates import NUM_QUERIES, PROBES, measure
 from pipeline.search.options import SearchOptions
+from pipeline.search.query import Queries
+from pipeline.search.searcher import Searcher
 
 DIM, NUM_ITEMS = 32, 1200
-COLUMN = "full_lemur_1_candidates"
+COLUMN = "full_ivf_1_candidates"
 
 
 def items(num: int, seed: int = 0, length: int = 6) -> list[np.ndarray]:
@@ -35,61 +35,48 @@ def queries(num: int = 20) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def index(cluster, tmp_path_factory) -> Index:
-    """Index with both generators."""
+    """Index with `ivf`."""
     index = Index(str(tmp_path_factory.mktemp("tiers") / "index"))
     index.add([f"i{number:04}" for number in range(NUM_ITEMS)], items(NUM_ITEMS))
-    index.add_candidates({"name": "lemur", "num_features": 128, "num_samples": 512})
     index.add_candidates({"name": "ivf", "num_centroids": 256})
     return Index(index.uri)
 
 
-def code_scores(index: Index, query: np.ndarray) -> np.ndarray:
-    """Returns the scores of the codes of lemur of all items, read from the column."""
-    generator = index.reader.generator(COLUMN)
-    (tokens,) = generator.queries(index.searcher.queries([query]).tokens)
-    table = index.reader.dataset.to_table(columns=[COLUMN])
-    codes, _ = generator.codec.decode(table[COLUMN], generator.dim)
-    return codes.astype(float) @ generator.codec.transform_queries(tokens).numpy()[0]
-
-
 def test_numbers_have_the_wanted_recall(index, monkeypatch):
-    """The numbers are those of a literal search, and unseen queries have about that recall."""
+    """They are those of a literal search of the lists, and unseen queries have about the recall."""
     monkeypatch.setattr(score, "EXACT_ITEMS", 0)
     given = queries(12)
     numbers = measure(index.reader, COLUMN, given, recall=0.9)
     exact = index.searcher.rank(given, k=100, candidates="exact")
-    for depth, found in zip(DEPTHS, numbers.counts, strict=True):
-        ranks = []
-        for query, ranking in zip(given, exact, strict=True):
-            scores = code_scores(index, query)
-            ranks += [(scores >= scores[row] - 1e-4).sum() for row in ranking.rows[:depth]]
-        assert abs(found - np.sort(ranks)[int(0.9 * len(ranks)) - 1]) <= 2
-    info = index.reader.candidates_columns[COLUMN]
-    stored = Numbers(**info.numbers)
-    assert stored.items == NUM_ITEMS and stored.recall == 0.98 and stored.counts[0] < NUM_ITEMS
-    best = index.searcher.rank(queries(30), k=10, candidates="exact")
-    for name in ("lemur", "ivf"):
-        hits = index.searcher.rank(queries(30), k=10, candidates=name)
-        pairs = zip(hits, best, strict=True)
-        assert np.mean([len({*a.item_ids} & {*b.item_ids}) / 10 for a, b in pairs]) > 0.9
-
-
-def test_numbers_of_lists_have_the_wanted_recall(index, monkeypatch):
-    """The numbers are those of a literal search of the chosen number of lists."""
-    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
-    given, column = queries(12), "full_ivf_1_candidates"
-    numbers = measure(index.reader, column, given, recall=0.9)
-    exact = index.searcher.rank(given, k=100, candidates="exact")
-    opened = index.searcher.scorer.lists(column)
-    assert numbers.probes is not None and set(numbers.probes) <= set(PROBES)
+    opened = index.searcher.scorer.lists(COLUMN)
+    assert set(numbers.probes) <= set(PROBES)
     for depth, count, probes in zip(DEPTHS, numbers.counts, numbers.probes, strict=True):
         ranks = []
         tokens = index.searcher.queries(given).tokens
         for ranking, all_scores in zip(exact, opened.scores(tokens, probes), strict=True):
             ranks += [(all_scores >= all_scores[row]).sum() for row in ranking.rows[:depth]]
         assert count == np.sort(ranks)[int(0.9 * len(ranks)) - 1] < NUM_ITEMS
-    stored = index.reader.candidates_columns[column].numbers
-    assert stored["probes"] and stored["recall"] == 0.98
+    stored = Numbers(**index.reader.candidates_columns[COLUMN].numbers)
+    assert stored.items == NUM_ITEMS and stored.recall == 0.98
+    best = index.searcher.rank(queries(30), k=10, candidates="exact")
+    options = {"candidates": "ivf", "num_candidates": numbers.counts[0]}
+    hits = index.searcher.rank(queries(30), k=10, **options)
+    pairs = zip(hits, best, strict=True)
+    assert np.mean([len({*a.item_ids} & {*b.item_ids}) / 10 for a, b in pairs]) > 0.85
+
+
+def test_the_queries_of_a_sorted_log_are_measured_evenly(index, monkeypatch):
+    measured = []
+    encode = Searcher.queries
+
+    def record(searcher: Searcher, given: list[np.ndarray], *arguments: str) -> Queries:
+        measured.append(len(given))
+        return encode(searcher, given, *arguments)
+
+    monkeypatch.setattr(Searcher, "queries", record)
+    near, far = queries(1) * NUM_QUERIES, [np.eye(1, DIM, dtype=np.float32)] * NUM_QUERIES
+    both, few = (measure(index.reader, COLUMN, given, recall=0.8) for given in (near + far, near))
+    assert measured == [NUM_QUERIES] * 2 and both.counts[0] > few.counts[0]
 
 
 def test_more_lists_are_probed_for_items_unlike_the_query(index, monkeypatch):
@@ -123,36 +110,6 @@ def test_filtered_searches_are_exact_if_that_is_faster(index, num_probes, is_exa
     assert index.searcher.scorer.scores_all(options, np.arange(600)) == is_exact
 
 
-@pytest.mark.parametrize(("num_lemur", "expected"), [(400, "lemur"), (8000, "ivf")])
-def test_the_default_generator_has_the_lower_estimated_time(
-    index, num_lemur, expected, monkeypatch
-):
-    """ivf: 1.7 * 32 * 16 + 0.21 * 2,000 = 1,290 us, lemur: 18 + 0.21 times its candidates."""
-    monkeypatch.setattr(candidates, "EXACT_VECTORS", 0)
-    monkeypatch.setattr(candidates, "VECTORS_PER_ITEM", 6)
-    reader = IndexReader(index.uri)
-    numbers = {"lemur": {"counts": [num_lemur] * 2}, "ivf": {"counts": [2000] * 2}}
-    for name, given in numbers.items():
-        column = f"full_{name}_1_candidates"
-        given |= {"recall": 0.98, "items": NUM_ITEMS}
-        given["probes"] = [32, 32] if name == "ivf" else None
-        stored = reader.candidates_columns
-        stored[column] = dataclasses.replace(stored[column], numbers=given)
-    info = reader.representation("full")
-    assert candidates.default_candidates(reader, info) == expected
-    assert candidates.default_candidates(reader, info, "cuda") == "exact"
-
-
-def test_past_queries_measure_only_if_there_are_enough():
-    few = list("ab")
-    assert split_queries(few) == (few, few)
-    for count, num_measured in ((300, 75), (1024, 256), (1500, 250), (7000, 250)):
-        fitted, measured = split_queries(range(count))
-        assert len(measured) == num_measured <= NUM_QUERIES
-        assert sorted([*fitted, *measured]) == list(range(count))
-        assert np.ptp(np.diff(measured)) == 0  # also those of the end of a sorted log
-
-
 SMALL = {
     "three items": items(3),
     "equal vectors": [np.ones((2, 8), np.float32)] * 40,
@@ -170,14 +127,9 @@ def test_degenerate_indexes_are_searched(cluster, name, tmp_path, monkeypatch):
     index = Index(str(tmp_path / "index"))
     index.add([f"i{number}" for number in range(len(given))], given)
     index.add_candidates({"name": "ivf", "num_centroids": min(8, sum(map(len, given)))})
-    names = ["ivf"]
-    if name != "equal vectors":  # `lemur` rejects a single distinct token vector
-        index.add_candidates({"name": "lemur", "num_features": 4, "num_samples": 16})
-        names += ["lemur"]
     searcher = Index(index.uri).searcher
     query = np.eye(3, 8, dtype=np.float32)
-    for candidates_name in names:
-        for k in (2, 50):
-            (hits,) = searcher.rank([query], k=k, candidates=candidates_name, num_candidates=k)
-            assert len(hits.item_ids) == min(k, len(given))
+    for k in (2, 50):
+        (hits,) = searcher.rank([query], k=k, candidates="ivf", num_candidates=k)
+        assert len(hits.item_ids) == min(k, len(given))
     assert IndexReader(index.uri).candidates_columns["full_ivf_1_candidates"].numbers

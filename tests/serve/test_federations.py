@@ -329,7 +329,7 @@ def test_a_member_that_fails_to_describe_its_hits(client, server, uris, monkeypa
             "members.few.representation must be one of",
         ),
         (
-            {"members": {"few": {"candidates": "lemur"}}},
+            {"members": {"few": {"candidates": "ivf"}}},
             "members.few.candidates",
             "members.few.candidates must be",
         ),

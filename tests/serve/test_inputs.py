@@ -52,7 +52,7 @@ def with_defaults(index_uri) -> Served:
     index = IndexReader(index_uri)
     candidates = {
         "hpool_2": ServedCandidates(generator="single", num_candidates=50),
-        "hpool_4": ServedCandidates(generator="lemur"),
+        "hpool_4": ServedCandidates(generator="ivf"),
     }
     spec = ServedIndex(uri=index_uri, candidates=candidates)
     return Served("texts", spec, index, index.edition)

@@ -21,7 +21,7 @@ INDEXES = {"texts": {"uri": "x"}}
     [
         (
             "hpool_2",
-            {"generator": "lemur"},
+            {"generator": "ivf"},
             r"hpool_2\.generator must be one of exact, single, got",
         ),
         (
@@ -178,7 +178,7 @@ def test_serving_a_federation_serves_its_indexes(index_uri, tmp_path, capsys):
         ({"index": "none"}, "members.a.index must be the URI of an index of Maxray, got 'none'"),
         ({"index": "all.yaml"}, "members.a.index must be the URI of an index, got 'all.yaml'"),
         ({"representation": "ful"}, "federations.all.members.a.representation must be one of"),
-        ({"candidates": "lemur"}, "federations.all.members.a.candidates must be "),
+        ({"candidates": "ivf"}, "federations.all.members.a.candidates must be "),
         ({"filter": "a = 1) OR (b = 2"}, "federations.all.members.a.filter must be "),
         ({"version": 1}, "federations.all.members.a.version must be null, because"),
     ],

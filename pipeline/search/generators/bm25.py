@@ -58,10 +58,10 @@ class Bm25:
         b: float = Field(0.75, ge=0, le=1)
         """Strength of the normalisation by the length of the text."""
 
-    # The interface that jobs use, as in `Generator`.
+    # The interface that jobs use, as in `Ivf`.
     source = "text_column"
     column_type = pa.list_(pa.int64())
-    sample_share, batch_rows = 1.0, 1024
+    batch_rows = 1024
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray]):
         self.spec, self.artefact = spec, artefact
@@ -74,10 +74,6 @@ class Bm25:
     def codes(self, column: pa.ChunkedArray, decode: object = None) -> pa.ListArray:
         """Returns the codes of a column of texts, see `encode`."""
         return encode(column.to_pylist())
-
-    def remarks(self, codes: pa.ChunkedArray) -> list[str]:
-        """Returns no sentences."""
-        return []
 
     def inverse_frequencies(self, terms: np.ndarray) -> np.ndarray:
         """Returns the idf (V,) float64 of terms. Those that the fit has not seen have df = 0."""

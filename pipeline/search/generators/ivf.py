@@ -6,9 +6,11 @@ Shapes: T vectors, D dimensions, A coarse and C fine centroids.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 from pydantic import Field
 
@@ -17,7 +19,6 @@ from pipeline.compression.codecs import Codec, Parts
 from pipeline.compression.codecs.kmeans import kmeans
 from pipeline.compression.codecs.residual import is_normalised, nearest
 from pipeline.config import SpecError
-from pipeline.search.generators import Generator, Sample
 
 #: Default number of vectors of the index per centroid (128 in TACHIOM, arXiv 2604.28142), and
 #: minimum number of vectors of the sample. With 4 instead of 64, three times as many candidates are
@@ -82,7 +83,7 @@ class CentroidNumbers(Codec["CentroidNumbers.Spec"]):
         return faiss.deserialize_index(self.fitted["graph"])
 
 
-class Ivf(Generator["Ivf.Spec"]):
+class Ivf:
     """Finds items in the inverted lists of the centroids that are nearest to the query tokens.
 
     The code of an item has the number of the nearest centroid of each of its vectors. A search
@@ -92,8 +93,7 @@ class Ivf(Generator["Ivf.Spec"]):
     Only items in probed lists are read, so that the time hardly depends on the number of items.
 
     There are many centroids, about one for 64 vectors of the index: few centroids are shared by
-    the vectors of an item, and by most items. They result from k-means in two levels. Items with
-    merged vectors of real texts are found with half as many candidates as by `lemur`.
+    the vectors of an item, and by most items. They result from k-means in two levels.
 
     If the sample consists of unit vectors, k-means is spherical: centroids are normalised.
     """
@@ -108,17 +108,22 @@ class Ivf(Generator["Ivf.Spec"]):
         seed: int = Field(0, ge=0)
         """Random seed of k-means."""
 
-    sample_share = 0.35  # MIN_SAMPLE * sqrt(2) / VECTORS_PER_CENTROID, since C is a power of two
-    max_sample_vectors = 1 << 22
+    # The interface that jobs use, as in `Bm25`: the attribute of `RepresentationInfo` with the
+    # column that the codes describe, and the number of rows whose codes are computed together.
+    source = "column"
     batch_rows = 8192  # so that a coarse centroid has many vectors
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray]):
-        super().__init__(spec, artefact)
-        self._codec = CentroidNumbers(CentroidNumbers.Spec(), artefact)
+        self.spec, self.artefact = spec, artefact
+        self.codec = CentroidNumbers(CentroidNumbers.Spec(), artefact)
 
     @classmethod
-    def fit(cls, spec: Spec, sample: Sample) -> dict[str, np.ndarray]:
+    def fit(cls, spec: Spec, vectors_TD: np.ndarray, share: float = 1) -> dict[str, np.ndarray]:
         """Fits the centroids by k-means. The result is deterministic.
+
+        Args:
+            vectors_TD: Sample of the vectors of the index, float32.
+            share: Share of the vectors of the index that the sample contains.
 
         Returns:
             The coarse centroids `coarse` (A, D) float32, the first fine centroid of each and their
@@ -128,8 +133,7 @@ class Ivf(Generator["Ivf.Spec"]):
         Raises:
             SpecError: The sample has fewer vectors than centroids.
         """
-        vectors_TD = np.ascontiguousarray(sample.vectors_TD.numpy(), dtype=np.float32)
-        num_centroids = spec.num_centroids or _num_centroids(sample)
+        num_centroids = spec.num_centroids or _num_centroids(len(vectors_TD), share)
         if len(vectors_TD) < num_centroids:
             rule = f"at most {len(vectors_TD)}, the number of vectors in the sample to fit on"
             raise SpecError("num_centroids", num_centroids, rule)
@@ -152,27 +156,30 @@ class Ivf(Generator["Ivf.Spec"]):
         return {"coarse": coarse_AD, "firsts": firsts, "graph": _build_graph(np.concatenate(fine))}
 
     @property
-    def codec(self) -> CentroidNumbers:
-        """Codec of the vectors, which assigns them to centroids."""
-        return self._codec
-
-    @property
     def dim(self) -> int:
         """Dimension of the vectors."""
         return self.artefact["coarse"].shape[1]
 
-    def encode(
-        self, vectors_TD: torch.Tensor, lengths_B: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the vectors unchanged. `codec` assigns them to centroids."""
-        return vectors_TD, lengths_B
+    @property
+    def column_type(self) -> pa.DataType:
+        """Arrow type of the column of codes."""
+        return self.codec.column_type(self.dim)
+
+    def codes(
+        self,
+        column: pa.ChunkedArray,
+        decode: Callable[[pa.ChunkedArray], tuple[np.ndarray, np.ndarray]],
+    ) -> pa.Array:
+        """Returns the codes of the items of a column of vectors."""
+        vectors_TD, lengths_B = decode(column)
+        with torch.no_grad():
+            return self.codec.encode_rows(torch.from_numpy(vectors_TD).float(), lengths_B)
 
 
-def _num_centroids(sample: Sample) -> int:
-    num_vectors, num_sampled = len(sample.vectors_TD), len(sample.lengths_B)
-    total = max(sample.num_items, num_sampled) * num_vectors / max(num_sampled, 1)
+def _num_centroids(num_sampled: int, share: float) -> int:
+    total = num_sampled / share
     wanted = 1 << max(round(np.log2(max(total / VECTORS_PER_CENTROID, 1))), 0)
-    return min(wanted, max(num_vectors // MIN_SAMPLE, 1))
+    return min(wanted, max(num_sampled // MIN_SAMPLE, 1))
 
 
 def _build_graph(centroids_CD: np.ndarray) -> np.ndarray:

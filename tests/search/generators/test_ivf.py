@@ -9,7 +9,6 @@ import torch
 from pipeline.config import SpecError
 from pipeline.registry import CANDIDATES
 from pipeline.search import native
-from pipeline.search.generators import Sample
 from pipeline.search.generators.ivf import Ivf
 from pipeline.search.lists import Lists
 from pipeline.search.packed import PackedVectors, Segment
@@ -28,8 +27,7 @@ def vectors(num: int, seed: int = 0, norm: float = 1.0) -> torch.Tensor:
 
 def fit(num_centroids: int | None = 64, norm: float = 1.0, **settings: int) -> Ivf:
     spec = CANDIDATES.resolve({"name": "ivf", "num_centroids": num_centroids, **settings})
-    sample = Sample(vectors(1), vectors(2000, norm=norm), torch.full((250,), 8), 250)
-    return Ivf(spec, Ivf.fit(spec, sample))
+    return Ivf(spec, Ivf.fit(spec, vectors(2000, norm=norm).numpy()))
 
 
 def packed(generator: Ivf, lengths: list[int], live: list[int] | None = None) -> PackedVectors:
@@ -118,8 +116,7 @@ def test_both_implementations_are_bit_identical(monkeypatch):
 def test_number_of_centroids():
     def number(num_items: int) -> int:
         spec = CANDIDATES.resolve({"name": "ivf"})
-        sample = Sample(vectors(1), vectors(2000), torch.full((250,), 8), num_items)
-        return Ivf(spec, Ivf.fit(spec, sample)).codec.graph.ntotal
+        return Ivf(spec, Ivf.fit(spec, vectors(2000).numpy(), 250 / num_items)).codec.graph.ntotal
 
     assert 20 < number(250) <= 32 and 80 < number(800) <= 128
     assert 80 < number(100_000) <= 125  # a 16th of the vectors of the sample

@@ -207,14 +207,14 @@ def test_candidates_are_the_best_texts(built):
 def test_union_contains_the_candidates_of_both(uri):
     add_job.run(
         candidates_job.Candidates(
-            spec(uri, generator={"name": "lemur", "num_features": 64}), CandidatesResources()
+            spec(uri, generator={"name": "ivf", "num_centroids": 64}), CandidatesResources()
         ),
         job="3",
         report=lambda line: None,
     )
     searcher = open_index(str(uri))
     options = {"k": 10, "num_candidates": 10}
-    names = ("bm25", "lemur", "bm25+lemur")
+    names = ("bm25", "ivf", "bm25+ivf")
     found = {n: searcher.rank(queries(), candidates=n, **options) for n in names}
     for number in range(8):
         first, second, both = (found[name][number].scores_by_item() for name in names)
@@ -226,7 +226,7 @@ def test_union_contains_the_candidates_of_both(uri):
 def test_unknown_parts_of_unions(built):
     searcher = open_index(str(built))
     for name, message in (
-        ("bm25+lemur", r"joined by \+, got 'bm25\+lemur', which contains 'lemur'"),
+        ("bm25+ivf", r"joined by \+, got 'bm25\+ivf', which contains 'ivf'"),
         ("bm25+", r"got 'bm25\+', which contains ''"),
         ("exact+bm25", r"which contains 'exact', which was not built"),
         ("bm25+bm25", r"different generators, got 'bm25\+bm25', which repeats a generator"),
@@ -296,7 +296,7 @@ def test_fused_search_among_candidates_of_vectors(uri):
     """The generator of vectors and the components are independent."""
     add_job.run(
         candidates_job.Candidates(
-            spec(uri, generator={"name": "lemur", "num_features": 64}), CandidatesResources()
+            spec(uri, generator={"name": "ivf", "num_centroids": 64}), CandidatesResources()
         ),
         job="3",
         report=lambda line: None,
@@ -305,7 +305,7 @@ def test_fused_search_among_candidates_of_vectors(uri):
     options = {"k": 5, "score": "fused", "fusion": FUSION, "num_candidates": 110}
     exact = searcher.rank(queries(), k=5, score="fused", fusion=FUSION)
     shares = []
-    for candidates in ("lemur", "lemur+bm25"):
+    for candidates in ("ivf", "ivf+bm25"):
         found = searcher.rank(queries(), candidates=candidates, **options)
         shares += [
             len(set(ranking.item_ids) & set(reference.item_ids)) / 5

@@ -100,7 +100,7 @@ def test_indexes_list_scores_and_candidates(client):
     [
         ({"score": "fused"}, "fusion.weights"),
         ({"score": "fused", "fusion": Fusion(agreement=0)}, "fusion.weights"),
-        ({"candidates": "single+lemur"}, "candidates"),
+        ({"candidates": "single+ivf"}, "candidates"),
     ],
 )
 def test_rejects_invalid_options(client, options, field):

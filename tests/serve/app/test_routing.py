@@ -120,7 +120,7 @@ def test_invalid_options_are_not_loaded_again(serving_once: Start, index_uri, tm
     shutil.copytree(index_uri, uri)
     url = serving_once({"indexes": {"i": {"uri": uri}}, "reload_interval_s": 0.5}, "invalid")
     with Client(url, tries=10) as client:
-        for options in ({"candidates": "lemur"}, {"representation": "nothing"}):
+        for options in ({"candidates": "ivf"}, {"representation": "nothing"}):
             with pytest.raises(Exception, match="must be"):
                 client.search(QUERY, **options)
         client.search(QUERY, representation="hpool_2")

@@ -88,7 +88,7 @@ def test_candidates_equal_in_process_search(client, searcher):
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"candidates": "lemur"}, "candidates"), ({"num_candidates": 5}, "num_candidates")],
+    [({"candidates": "ivf"}, "candidates"), ({"num_candidates": 5}, "num_candidates")],
 )
 def test_rejects_invalid_candidates(url, options, field):
     headers, body = {"Authorization": "Bearer mr_all"}, {"query": "wing", "index": "texts"}

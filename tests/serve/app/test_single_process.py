@@ -67,7 +67,7 @@ def test_equals_in_process_search(url, uri, index):
         hits = searcher.search(QUERY, filter=condition)
         assert [hit.item_id for hit in response.hits] == [hit.item_id for hit in hits]
         with pytest.raises(ServerError, match="candidates must be") as caught:
-            client.search(QUERY, index=index, candidates="lemur")
+            client.search(QUERY, index=index, candidates="ivf")
         assert caught.value.status == 422
 
 

@@ -147,7 +147,7 @@ def test_facets_and_filter(browser, page_url, client):
         ({"k": "51"}, "k", "at most 50"),
         ({"k": "many"}, "k", "Hits must be"),
         ({"rep": "nope"}, "rep", "nope"),
-        ({"candidates": "lemur"}, "candidates", "lemur"),
+        ({"candidates": "ivf"}, "candidates", "ivf"),
         ({"rerank": "vectors:nope", "depth": "8"}, "rerank", "nope"),
         ({"rerank": "vectors:full", "depth": "99"}, "depth", "Rerank depth must be at most 50"),
         ({"score": "hybrid", "rep": "caption_full", "index": "nope"}, "index", "nope"),

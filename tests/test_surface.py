@@ -8,23 +8,23 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 54_045,
-    "lines of code outside unit tests": 71_040,
-    "lines of docstrings in pipeline/ and jobs/": 18_300,
+    "lines of code in pipeline/ and jobs/": 53_676,
+    "lines of code outside unit tests": 70_490,
+    "lines of docstrings in pipeline/ and jobs/": 14_908,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 8,
     "registries": 11,
-    "registry entries": 82,
+    "registry entries": 81,
     "verbs": 13,
     "flags of verbs": 123,
     "benches": 26,
-    "spec fields": 855,
+    "spec fields": 842,
     "HTTP fields": 238,
     "shipped specs": 29,
     "modules with one importer": 87,
-    "places that compose errors": 574,
-    "lines that compose errors": 606,
-    "lines of code of the longest file": 523,
+    "places that compose errors": 570,
+    "lines that compose errors": 602,
+    "lines of code of the longest file": 513,
     "lines of the longest function": 148,
 }
 

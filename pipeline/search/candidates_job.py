@@ -29,7 +29,7 @@ from pipeline.index.session import Session
 from pipeline.index.stage import Profile, Resources
 from pipeline.registry import CANDIDATES, GeneratorSpec, short_name
 from pipeline.schema import with_metadata
-from pipeline.search.candidates import BM25, DEPTHS, Numbers
+from pipeline.search.candidates import BM25, DEPTHS, IVF, Numbers
 from pipeline.search.generators.ivf import MIN_SAMPLE, VECTORS_PER_CENTROID
 from pipeline.search.num_candidates import measure
 from pipeline.search.options import representation_info
@@ -228,6 +228,8 @@ def drop(spec: CandidatesJobSpec, *, job: str, report: Callable[[str], None] = l
 
 
 def _check(spec: CandidatesJobSpec, *, refit: bool) -> None:
+    if spec.generator.name not in (IVF, BM25):  # searches know only these
+        raise SpecError("generator.name", spec.generator.name, f"{IVF} or {BM25}")
     index = IndexReader(spec.index)
     info = representation_info(index, spec.representation)
     if info.max_vectors is not None:
@@ -285,7 +287,8 @@ def _fit_vectors(spec: CandidatesJobSpec, representation: str) -> dict[str, np.n
     index = IndexReader(spec.index)
     num_items = spec.fit_items or max(FIT_ITEMS, round(FIT_SHARE * len(index)))
     _, lengths = sample_vectors(index, representation, LENGTH_ITEMS)
-    num_items = min(num_items, int(FIT_VECTORS / lengths.mean() if lengths.any() else 1))
+    if lengths.any():
+        num_items = min(num_items, int(FIT_VECTORS / lengths.mean()))
     vectors_TD, lengths_B = sample_vectors(index, representation, num_items)
     if not len(vectors_TD):
         problem = "has no vectors"

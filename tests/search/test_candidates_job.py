@@ -16,7 +16,7 @@ import pytest
 
 from jobs import export
 from pipeline import config
-from pipeline.config import SpecError, Stopped
+from pipeline.config import ComponentSpec, SpecError, Stopped
 from pipeline.index import add as add_job
 from pipeline.index import job as index_job
 from pipeline.index import recompress
@@ -26,6 +26,7 @@ from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search import candidates_job
 from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResources
+from pipeline.search.generators.ivf import Ivf
 from pipeline.search.options import SearchOptions
 from pipeline.search.searcher import open_index
 from pipeline.search.sharded import ShardedSearcher
@@ -460,8 +461,19 @@ def test_sharded_search_equals_the_merged_search_of_its_shards(built):
         assert (np.asarray(ranking.scores) >= np.asarray(other.scores) - 1e-6).all()
 
 
+class Other(Ivf):
+    """Generator that searches do not know."""
+
+    class Spec(ComponentSpec):
+        pass
+
+
 def test_invalid_specs(uri):
     with pytest.raises(SpecError, match=r"^generator\.name must be one of .*ivf"):
         spec(uri, {"name": "ivv"})
+    with pytest.raises(
+        SpecError, match=r"^generator\.name must be ivf or bm25, got 'test.*:Other'"
+    ):
+        build(uri, {"class": f"{__name__}:Other"})
     with pytest.raises(SpecError, match=r"^representation must be 'full'"):
         build(uri, IVF, representation="hpool_4")

@@ -8,8 +8,8 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 53_676,
-    "lines of code outside unit tests": 70_490,
+    "lines of code in pipeline/ and jobs/": 53_679,
+    "lines of code outside unit tests": 70_493,
     "lines of docstrings in pipeline/ and jobs/": 14_908,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 8,
@@ -22,8 +22,8 @@ LIMITS = {
     "HTTP fields": 238,
     "shipped specs": 29,
     "modules with one importer": 87,
-    "places that compose errors": 570,
-    "lines that compose errors": 602,
+    "places that compose errors": 571,
+    "lines that compose errors": 603,
     "lines of code of the longest file": 513,
     "lines of the longest function": 148,
 }

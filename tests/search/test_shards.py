@@ -148,7 +148,7 @@ def test_more_shards_than_fragments_and_empty_index(cluster, index_uri, tmp_path
     write(empty, rows(["a"], [1]).slice(0, 0))
     with ShardedSearcher(empty, num_shards=2, num_cpus=0.1) as searcher:
         assert [r.item_ids for r in searcher.rank(QUERIES)] == [[]] * len(QUERIES)
-        with pytest.raises(SpecError, match="^k must be an integer >= 1, got 0$"):
+        with pytest.raises(SpecError, match="^k must be greater than or equal to 1, got 0$"):
             searcher.rank(QUERIES, k=0)
     with pytest.raises(JobError, match="^the shards of .* are closed$"):
         searcher.rank(QUERIES)

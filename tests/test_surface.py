@@ -8,8 +8,8 @@ from tests import surface
 
 #: Maximum of each count.
 LIMITS = {
-    "lines of code in pipeline/ and jobs/": 53_679,
-    "lines of code outside unit tests": 70_493,
+    "lines of code in pipeline/ and jobs/": 53_681,
+    "lines of code outside unit tests": 70_495,
     "lines of docstrings in pipeline/ and jobs/": 14_908,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 8,

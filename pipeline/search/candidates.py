@@ -32,6 +32,8 @@ VECTORS_PER_ITEM = 200
 SINGLE = "single"
 #: Generator of the BM25 scores of fused search.
 BM25 = "bm25"
+#: Generators with a column of codes.
+BUILT = (IVF, BM25)
 #: Separator of the generators of a union.
 UNION = "+"
 #: Numbers of hits for which numbers of items are measured.
@@ -143,12 +145,12 @@ def generators(index: IndexReader, info: RepresentationInfo) -> dict[str, str]:
     """Returns the columns of the generators that can be used for a representation, by name.
 
     While a generator is refitted, its former column is used. Generators that were fitted to vectors
-    that have been replaced are omitted.
+    that have been replaced are omitted, and those of former versions that no longer exist.
     """
     columns = {} if info.pooled_column is None else {SINGLE: info.pooled_column}
     infos = index.candidates_columns.values()
     for codes in sorted(infos, key=lambda codes: codes.revision):
-        if codes.is_fitted_to(info):
+        if codes.is_fitted_to(info) and codes.generator_name in BUILT:
             columns.setdefault(codes.generator_name, codes.name)
     return columns
 
@@ -194,7 +196,8 @@ def generator_columns(
             problem = f"was not built for {info.column}"
             note = f"; build it with `maxray add candidates INDEX GENERATOR` for {info.column}"
             infos = index.candidates_columns.values()
-            if any((c.generator_name, c.representation) == (name, info.column) for c in infos):
+            built = {(c.generator_name, c.representation) for c in infos}
+            if name in BUILT and (name, info.column) in built:
                 problem = f"was fitted to other vectors than those of {info.column}"
                 note = "; fit it again with `maxray add candidates INDEX GENERATOR --refit`"
             if len(names) > 1:

@@ -29,7 +29,7 @@ from pipeline.index.session import Session
 from pipeline.index.stage import Profile, Resources
 from pipeline.registry import CANDIDATES, GeneratorSpec, short_name
 from pipeline.schema import with_metadata
-from pipeline.search.candidates import BM25, DEPTHS, IVF, Numbers
+from pipeline.search.candidates import BM25, BUILT, DEPTHS, Numbers
 from pipeline.search.generators.ivf import MIN_SAMPLE, VECTORS_PER_CENTROID
 from pipeline.search.num_candidates import measure
 from pipeline.search.options import representation_info
@@ -228,8 +228,8 @@ def drop(spec: CandidatesJobSpec, *, job: str, report: Callable[[str], None] = l
 
 
 def _check(spec: CandidatesJobSpec, *, refit: bool) -> None:
-    if spec.generator.name not in (IVF, BM25):  # searches know only these
-        raise SpecError("generator.name", spec.generator.name, f"{IVF} or {BM25}")
+    if spec.generator.name not in BUILT:  # searches know only these
+        raise SpecError("generator.name", spec.generator.name, " or ".join(BUILT))
     index = IndexReader(spec.index)
     info = representation_info(index, spec.representation)
     if info.max_vectors is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import signal
 import threading
@@ -25,6 +26,7 @@ from pipeline.index.reader import ITEMS, IndexReader
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search import candidates_job
+from pipeline.search.candidates import generator_columns, generators
 from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResources
 from pipeline.search.generators.ivf import Ivf
 from pipeline.search.options import SearchOptions
@@ -394,8 +396,6 @@ def test_refit_replaces_the_former_fit_when_it_is_complete(uri, monkeypatch):
     index = IndexReader(str(uri))
     assert set(index.candidates_columns) == {COLUMN, "full_ivf_2_candidates"}
     info = index.representation("full")
-    from pipeline.search.candidates import generators
-
     assert generators(index, info)["ivf"] == COLUMN
     build(uri, changed)
     index = IndexReader(str(uri))
@@ -459,6 +459,16 @@ def test_sharded_search_equals_the_merged_search_of_its_shards(built):
     assert [r.scores_by_item() for r in all_items] == [r.scores_by_item() for r in exact]
     for ranking, other in zip(sharded, whole, strict=True):
         assert (np.asarray(ranking.scores) >= np.asarray(other.scores) - 1e-6).all()
+
+
+def test_columns_of_former_generators_are_not_used(built):
+    index = IndexReader(str(built))
+    info, stored = index.representation("full"), index.candidates_columns
+    stored[COLUMN] = dataclasses.replace(stored[COLUMN], generator={"name": "lemur"})
+    assert generators(index, info) == {}
+    message = r"^candidates must be one of exact, got 'lemur', which was not built for full"
+    with pytest.raises(SpecError, match=message):
+        generator_columns(index, info, "lemur")
 
 
 class Other(Ivf):

@@ -316,9 +316,9 @@ class _Words:
 
     def best(self, floor_M: np.ndarray, taken_T: np.ndarray) -> tuple[float, np.ndarray] | None:
         """Finds the best window without tokens that are taken. Returns its gain and its tokens."""
-        taken_A = taken_T[self._anchors].cumsum()
-        before_A = np.r_[0, taken_A[:-1]] if len(taken_A) else taken_A
-        is_free_LA = self._is_window_LA & (taken_A[self._last_LA] == before_A)
+        is_taken_A = taken_T[self._anchors]
+        num_taken_A = is_taken_A.cumsum()
+        is_free_LA = self._is_window_LA & (num_taken_A[self._last_LA] == num_taken_A - is_taken_A)
         gain_LA = np.maximum(self._best_LMA, floor_M[:, None]).sum(axis=1) - floor_M.sum()
         net_LA = np.where(is_free_LA, gain_LA - self._cost_LA, 0.0)
         if net_LA.max(initial=0.0) <= 0:

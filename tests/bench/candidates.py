@@ -48,6 +48,7 @@ COLUMN = "full_int8"
 DEPTHS, BATCH = (10, 100), 32
 #: Maximum number of queries whose exact search is timed, which takes seconds for a million items.
 NUM_EXACT = 16
+#: Generator that is measured.
 GENERATOR = "ivf"
 
 

@@ -21,6 +21,7 @@ import logging
 import os
 import posixpath
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,8 @@ LIMIT_VARIABLE, LIMIT_BYTES = "MAXRAY_CACHE_BYTES", 100_000_000_000
 
 #: Vectors in memory by key of the fragment and device.
 _loaded: SharedStorages[Storage] = SharedStorages()
+#: Held while a file is published, so that threads that wrote the same one share one copy.
+_publishing = threading.Lock()
 
 
 def cache_limit() -> int:
@@ -370,10 +373,11 @@ def _write(column: Column, key: str, fragment: lance.LanceFragment) -> None:
     with PackedWriter(column.folder, column.layout) as writer:
         for parts, lengths, rows in column.batches(fragment):
             writer.append(parts, lengths, rows)
-        with contextlib.suppress(OSError, CorruptedError):
-            if _segment(column, key, fragment, lambda: None):
-                return  # another process has published it
-        writer.publish(column.path(key), key)
+        with _publishing:
+            with contextlib.suppress(OSError, CorruptedError):
+                if _segment(column, key, fragment, lambda: None):
+                    return  # another thread or process has published it
+            writer.publish(column.path(key), key)
 
 
 def _open_existing(

@@ -486,6 +486,8 @@ def _with_types(value: Any, annotation: Any) -> Any:
 
     Values of components remain, because `parse` is called with the spec of the component.
     """
+    if not isinstance(value, Assigned | Mapping | list):
+        return value  # most values of a search, where each microsecond counts
     types = list(_union_members(annotation))
     if isinstance(value, Assigned):
         return _with_type(value, types)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
-from pipeline.config import WEIGHTS_HASH, ComponentSpec, SpecError, describe, digest, dump, within
+from pipeline.config import WEIGHTS_HASH, ComponentSpec, SpecError, describe, dump, within
 from pipeline.index.positions import EXTENTS
 from pipeline.registry import CODECS, COMPRESSORS, short_name
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
@@ -385,7 +385,7 @@ class CandidatesInfo:
 
     def is_fitted_to(self, info: RepresentationInfo) -> bool:
         """Checks whether the generator was fitted to the vectors or texts of a representation."""
-        return digest(self.fitted) == digest(info.sources.get(self.representation))
+        return self.fitted == info.sources.get(self.representation)
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> CandidatesInfo:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.search import native
-from pipeline.search.generators.ivf import Ivf
+from pipeline.search.generators.ivf import Ivf, one_thread
 from pipeline.search.packed import PackedVectors
 
 #: Number of centroids that the search of the graph keeps beside the probed ones.
@@ -159,12 +159,8 @@ class Lists:
 
         def search(part_mD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             # Threads of faiss would wait actively after the search, on the cores of later steps.
-            num_threads = faiss.omp_get_max_threads()
-            faiss.omp_set_num_threads(1)
-            try:
+            with one_thread():
                 return self._graph.search(part_mD, num_probes, params=parameters)
-            finally:
-                faiss.omp_set_num_threads(num_threads)
 
         parts = np.array_split(token_MD, max(min(len(token_MD), torch.get_num_threads()), 1))
         sims, lists = zip(*native.run(search, parts), strict=True)

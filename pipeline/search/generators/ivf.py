@@ -5,8 +5,9 @@ Shapes: T vectors, D dimensions, A coarse and C fine centroids.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -188,10 +189,19 @@ def _build_graph(centroids_CD: np.ndarray) -> np.ndarray:
     kind: Any = faiss.ScalarQuantizer.QT_fp16  # half the memory of float32, and faster
     graph = faiss.IndexHNSWSQ(centroids_CD.shape[1], kind, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
     graph.hnsw.efConstruction = CONSTRUCTION
-    num_threads = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)  # the graph depends on the order of the centroids
-    try:
+    with one_thread():  # the graph depends on the order of the centroids
         graph.add(centroids_CD)
+    return faiss.serialize_index(graph)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Makes faiss use only the calling thread."""
+    import faiss
+
+    num_threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
     finally:
         faiss.omp_set_num_threads(num_threads)
-    return faiss.serialize_index(graph)

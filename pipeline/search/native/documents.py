@@ -6,6 +6,7 @@ operations, because a Python loop over the segments would take longer than scori
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Iterator
@@ -177,28 +178,36 @@ class Documents:
         """Codec of the vectors."""
         return self.segments[0].codec
 
-    def runs(self, max_runs: int, min_tokens: int) -> Iterator[tuple[int, int]]:
-        """Yields runs (first, last + 1) of documents with similar numbers of tokens."""
+    def runs(self, max_runs: int, min_tokens: int, num_threads: int) -> Iterator[tuple[int, int]]:
+        """Yields runs (first, last + 1) of documents with similar numbers of tokens.
+
+        There are as many for each thread, since the others would wait for those with more.
+        """
         total = int(self.ends[-1]) if len(self.ends) else 0
         num_runs = max(min(max_runs, total // min_tokens), 1)
+        if num_runs > num_threads:
+            num_runs -= num_runs % num_threads
         targets = np.arange(1, num_runs) * (total // num_runs)
         bounds = np.concatenate([[0], np.searchsorted(self.ends, targets), [len(self.ends)]])
         for first, end in itertools.pairwise(bounds.tolist()):
             if first < end:
                 yield first, end
 
-    def groups(self, begin: int, end: int) -> np.ndarray:
-        """Verifies a run of documents and returns the arguments of the library, one per segment."""
-        first = int(np.searchsorted(self._bounds, begin, side="right")) - 1
-        last = int(np.searchsorted(self._bounds, end))
-        cuts = self._bounds[first : last + 1].clip(begin, end)
-        used, is_verified = self._used[first:last], self._layout.is_verified
-        for number in np.flatnonzero(~is_verified[used]).tolist():
-            part = slice(cuts[number], cuts[number + 1])
-            verify = self.segments[first + number].verify
-            is_verified[used[number]] = verify(self.starts[part], self.lengths[part])
-        groups = self._layout.groups[used]
-        groups["starts"] = self.starts.ctypes.data + 8 * cuts[:-1]
-        groups["lengths"] = self.lengths.ctypes.data + 8 * cuts[:-1]
-        groups["count"] = np.diff(cuts)
+    @functools.cached_property
+    def groups(self) -> np.ndarray:
+        """Arguments of the library, one per segment."""
+        groups = self._layout.groups[self._used]
+        groups["starts"] = self.starts.ctypes.data + 8 * self._bounds[:-1]
+        groups["lengths"] = self.lengths.ctypes.data + 8 * self._bounds[:-1]
+        groups["count"] = np.diff(self._bounds)
         return groups
+
+    def verify(self, begin: int, end: int) -> None:
+        """Verifies the vectors of a run of documents."""
+        is_verified = self._layout.is_verified
+        for number in np.flatnonzero(~is_verified[self._used]).tolist():
+            first, last = self._bounds[number : number + 2].clip(begin, end)
+            if first < last:
+                verify = self.segments[number].verify
+                part = slice(first, last)
+                is_verified[self._used[number]] = verify(self.starts[part], self.lengths[part])

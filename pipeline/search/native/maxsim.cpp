@@ -197,6 +197,20 @@ void score(const Documents& docs, const Queries& queries, const Output& output, 
     (argmax ? generic::score<true> : generic::score<false>)(docs, queries, output, scratch);
 }
 
+// Calls a function with the part of each group that belongs to a run of documents.
+template <class Function>
+void for_each_part(const Documents* groups, int64_t num_groups, int64_t begin, int64_t end,
+                   Function function) {
+    for (const Documents* docs = groups; docs < groups + num_groups && end > 0; ++docs) {
+        const int64_t from = std::max<int64_t>(begin, 0), to = std::min(end, docs->count);
+        begin -= docs->count, end -= docs->count;
+        if (from >= to) continue;
+        Documents part = *docs;
+        part.starts += from, part.lengths += from, part.count = to - from;
+        function(part);
+    }
+}
+
 // Number of documents that are scored before their scores are compared with the limits. The scores
 // of 32 queries then stay in the L2 cache.
 constexpr int64_t CHUNK = 1024;
@@ -225,30 +239,30 @@ EXPORT int maxray_level() {
     return level;
 }
 
-// Scores groups of documents, whose results follow one another, with a level that the machine
-// supports. Returns 0, or 1 if allocation fails.
-EXPORT int maxray_score(const Documents* groups, int64_t num_groups, const Queries* queries,
-                        const Output* output, int level) {
+// Scores the documents `begin` to `end` of all groups, whose results follow one another, with a level
+// that the machine supports. Returns 0, or 1 if allocation fails.
+EXPORT int maxray_score(const Documents* groups, int64_t num_groups, int64_t begin, int64_t end,
+                        const Queries* queries, const Output* output, int level) {
     if (num_groups == 0) return 0;
     try {
         const bool argmax = output->best != nullptr;
         Scratch scratch(groups->dim, queries->padded, argmax);
         Output rest = *output;
-        for (const Documents* docs = groups; docs < groups + num_groups; ++docs) {
-            score(*docs, *queries, rest, scratch, argmax, level);
-            if (rest.scores) rest.scores += docs->count;
-            if (argmax) rest.best += docs->count * queries->tokens, rest.index += docs->count * queries->tokens;
-        }
+        for_each_part(groups, num_groups, begin, end, [&](const Documents& docs) {
+            score(docs, *queries, rest, scratch, argmax, level);
+            if (rest.scores) rest.scores += docs.count;
+            if (argmax) rest.best += docs.count * queries->tokens, rest.index += docs.count * queries->tokens;
+        });
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;
     }
 }
 
-// Scores groups of documents like `maxray_score`, and selects those whose scores reach the limits.
-// The selection has space for all documents.
-EXPORT int maxray_select(const Documents* groups, int64_t num_groups, const Queries* queries,
-                         const Selection* selection, int level) {
+// Scores documents like `maxray_score`, and selects those whose scores reach the limits. The
+// selection has space for all documents.
+EXPORT int maxray_select(const Documents* groups, int64_t num_groups, int64_t begin, int64_t end,
+                         const Queries* queries, const Selection* selection, int level) {
     const int64_t count = queries->count, stride = selection->stride;
     std::fill_n(selection->counts, count, 0);
     if (num_groups == 0) return 0;
@@ -256,19 +270,19 @@ EXPORT int maxray_select(const Documents* groups, int64_t num_groups, const Quer
         Scratch scratch(groups->dim, queries->padded, false);
         std::vector<float> scores(count * CHUNK);
         int64_t first = selection->first;
-        for (const Documents* docs = groups; docs < groups + num_groups; ++docs) {
+        for_each_part(groups, num_groups, begin, end, [&](const Documents& docs) {
 #if X86
             if (queries->one_token == PANELS) {
                 (level == AVX2 ? avx2::select_one_vector : avx512::select_one_vector)(
-                    *docs, *queries, *selection, first, scratch);
-                first += docs->count;
-                continue;
+                    docs, *queries, *selection, first, scratch);
+                first += docs.count;
+                return;
             }
 #endif
-            Documents chunk = *docs;
-            for (int64_t from = 0; from < docs->count; from += CHUNK, first += chunk.count) {
-                chunk.starts = docs->starts + from, chunk.lengths = docs->lengths + from;
-                chunk.count = std::min(CHUNK, docs->count - from);
+            Documents chunk = docs;
+            for (int64_t from = 0; from < docs.count; from += CHUNK, first += chunk.count) {
+                chunk.starts = docs.starts + from, chunk.lengths = docs.lengths + from;
+                chunk.count = std::min(CHUNK, docs.count - from);
                 score(chunk, *queries, {scores.data(), CHUNK, nullptr, nullptr}, scratch, false, level);
                 for (int64_t q = 0; q < count; ++q) {
                     int64_t& num = selection->counts[q];
@@ -276,7 +290,7 @@ EXPORT int maxray_select(const Documents* groups, int64_t num_groups, const Quer
                                   first, selection->found + q * stride + num);
                 }
             }
-        }
+        });
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;

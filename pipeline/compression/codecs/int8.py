@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 
 from pipeline import config
@@ -44,7 +45,7 @@ class Int8(Codec["Int8.Spec"]):
         scales_T1 = (vectors_TD.abs().amax(dim=1, keepdim=True) / MAX_VALUE).clamp_min(
             torch.finfo(torch.float32).tiny
         )
-        return {"values": (vectors_TD / scales_T1).round().to(torch.int8), "scales": scales_T1}
+        return {"values": rounded(vectors_TD / scales_T1).to(torch.int8), "scales": scales_T1}
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
         """Multiplies the values by their scales."""
@@ -57,3 +58,15 @@ class Int8(Codec["Int8.Spec"]):
     def transform_queries(self, tokens_QD: torch.Tensor) -> torch.Tensor:
         """Rounds query tokens to the quantisation grid. Doing so twice has no further effect."""
         return self.dequantise(self.quantise(tokens_QD.float()), tokens_QD.shape[1])
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """Rounds in place; on a CPU, in the calling thread.
+
+    Torch starts threads for 2,048 values, which afterwards wait actively on the cores of a search.
+    """
+    if not values.is_cpu:
+        return values.round_()
+    array = values.detach().numpy()
+    np.rint(array, out=array)
+    return values

@@ -42,6 +42,7 @@ from torch.nn import functional
 
 from pipeline.compression.codecs import Codec
 from pipeline.compression.codecs.bits import Bits
+from pipeline.compression.codecs.int8 import rounded
 from pipeline.search.native.documents import (
     BITS,
     DENSE_KINDS,
@@ -419,7 +420,7 @@ class _Queries:
         # The sum of the products with int8 values must not exceed 31 bits.
         largest = min(MAX_INT16, torch.iinfo(torch.int32).max // (128 * dim))
         scales = (query_QD.abs().amax(dim=1) / largest).clamp_min(TINY)
-        values = _round(query_QD / scales.unsqueeze(1)).to(torch.int16)
+        values = rounded(query_QD / scales.unsqueeze(1)).to(torch.int16)
         if form == ROWS:
             return cls(values, scales, bounds, num_queries, ROWS)
         padding = -num_queries % 32
@@ -504,12 +505,6 @@ def _interleave_pairs(values_MD: torch.Tensor) -> torch.Tensor:
     """Interleaves pairs of dimensions over 32 tokens."""
     num_tokens, width = values_MD.shape
     return values_MD.view(num_tokens // 32, 32, width // 2, 2).transpose(1, 2).contiguous()
-
-
-def _round(values: torch.Tensor) -> torch.Tensor:
-    """Rounds in place, in the calling thread. Torch starts threads for 2,048 values."""
-    np.rint(values.numpy(), out=values.numpy())
-    return values
 
 
 def _max_tokens(kind: int, level: int, dim: int) -> int:

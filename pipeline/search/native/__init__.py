@@ -157,7 +157,7 @@ def _threads(num_threads: int, pid: int) -> ThreadPoolExecutor:
 def run(function: Callable[[T], R], arguments: Sequence[T]) -> list[R]:
     """Calls a function that releases the GIL with each argument, in this and in other threads.
 
-    Without those, the calls would begin when another thread has been woken up.
+    This thread takes part, since waking up another one takes as long as a short call.
     """
     results: dict[int, R] = {}
     rest = iter(range(len(arguments)))
@@ -441,7 +441,7 @@ class _Queries:
         padded[:num_tokens, :dim] = query_MD
         halves = padded.view(num_panels, 2, 16, width)
         if kind == INT8 and level >= LEVELS.index("avx2"):
-            array = padded.numpy()  # several times as fast as torch for so few values
+            array = padded.numpy()  # faster than torch for so few values
             scales = np.maximum(np.abs(array).max(axis=1) / 127, TINY, dtype=np.float32)
             values = torch.from_numpy(np.rint(array / scales[:, None]).astype(np.int8))
             panels = _integer_panels(values, level, 128)
@@ -576,7 +576,6 @@ class _Calls:
     ) -> None:
         level = _level(documents.kind, self._level)
         min_tokens = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
-
         groups = documents.groups
 
         def task(begin: int, end: int) -> None:

@@ -204,10 +204,10 @@ class Documents:
 
     def verify(self, begin: int, end: int) -> None:
         """Verifies the vectors of a run of documents."""
-        is_verified = self._layout.is_verified
-        for number in np.flatnonzero(~is_verified[self._used]).tolist():
-            first, last = self._bounds[number : number + 2].clip(begin, end)
-            if first < last:
-                verify = self.segments[number].verify
-                part = slice(first, last)
-                is_verified[self._used[number]] = verify(self.starts[part], self.lengths[part])
+        bounds, is_verified = self._bounds, self._layout.is_verified
+        first = int(np.searchsorted(bounds, begin, side="right")) - 1
+        used = self._used[first : int(np.searchsorted(bounds, end))]
+        for number in np.flatnonzero(~is_verified[used]).tolist():
+            part = slice(*bounds[first + number : first + number + 2].clip(begin, end))
+            verify = self.segments[first + number].verify
+            is_verified[used[number]] = verify(self.starts[part], self.lengths[part])

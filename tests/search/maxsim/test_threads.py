@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeline.search import native
-from pipeline.search.packed import PackedVectors
+from pipeline.search.packed import FLOATS, PackedVectors, Segment
 
 
 @pytest.fixture
@@ -56,3 +56,20 @@ def test_threads_have_as_many_runs(total, num_runs):
     runs = list(documents.runs(max_runs=8, min_tokens=10, num_threads=4))
     assert len(runs) == num_runs
     assert [begin for begin, _ in runs] + [total] == [0] + [end for _, end in runs]
+
+
+def test_only_the_segments_of_a_run_are_verified():
+    verified = []
+
+    def segment(number):
+        def verify(starts, lengths):
+            verified.append((number, starts.tolist(), lengths.tolist()))
+            return number == 1
+
+        return Segment(FLOATS, 2, {"values": torch.ones(6, 2)}, torch.full((3,), 2), verify=verify)
+
+    documents = native.Documents.select(PackedVectors(list(map(segment, range(3)))), None)
+    documents.verify(2, 6)
+    assert verified == [(0, [4], [2]), (1, [0, 2, 4], [2, 2, 2])]
+    documents.verify(5, 8)  # the second segment is intact
+    assert verified[2:] == [(2, [0, 2], [2, 2])]

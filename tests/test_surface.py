@@ -9,7 +9,7 @@ from tests import surface
 #: Maximum of each count.
 LIMITS = {
     "lines of code in pipeline/ and jobs/": 53_707,
-    "lines of code outside unit tests": 70_521,
+    "lines of code outside unit tests": 70_510,
     "lines of docstrings in pipeline/ and jobs/": 14_919,
     "packages of pipeline/": 10,
     "root modules of pipeline/": 8,

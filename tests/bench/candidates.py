@@ -149,7 +149,6 @@ def run(bench: Bench, args: Namespace, uri: str, queries: Sequence[Query]) -> No
     ]
     options = {"candidates": "exact"}
     p50, p99, rate = latencies(searcher, column, searched[:NUM_EXACT], args.repeats, options)
-    optional = Optional(bench, args, searched)
     rows: list[list[Any]] = [["exact", "", "", "", 1.0, 1.0, p50, p99, str(rate)]]
     figures: dict[str, Any] = {"exact": {"p50_ms": p50, "p99_ms": p99, "queries_per_s": rate}}
     seconds, num_bytes = build(uri, column, log)
@@ -173,8 +172,7 @@ def run(bench: Bench, args: Namespace, uri: str, queries: Sequence[Query]) -> No
             "p99_ms": p99,
             "queries_per_s": rate,
         }
-    optional.measure(searcher, GENERATOR)
-    optional.report()
+    measure_options(bench, args, searched, searcher)
     lengths = searcher.queries(searched, column).num_tokens
     title = (
         f"{len(searcher.items):,} items {'of' if args.unmodified or args.index else 'derived from'}"
@@ -189,39 +187,24 @@ def run(bench: Bench, args: Namespace, uri: str, queries: Sequence[Query]) -> No
         _write_figure(args.figure, rows)
 
 
-class Optional:
-    """Optional measurements, which have tables of their own."""
+def measure_options(bench: Bench, args: Namespace, queries: Sequence[Query], searcher: Any) -> None:
+    """Measures filtered search and early termination, and reports tables of their own."""
+    from tests.bench import candidates_filters, candidates_stopping
 
-    def __init__(self, bench: Bench, args: Namespace, queries: Sequence[Query]):
-        self._bench, self._args, self._queries = bench, args, queries
-        self._rows: dict[str, list[tuple[list[Any], dict[str, float]]]] = {}
-
-    def measure(self, searcher: Any, name: str) -> None:
-        """Measures and prints each row."""
-        from tests.bench import candidates_filters, candidates_stopping
-
-        given = (searcher, self._args.representation, self._queries, name)
-        selections = self._args.selectivity, self._args.filters
-        measurements = {"filtered search": candidates_filters.measure(*given, *selections)}
-        if self._args.stopping:
-            measurements["early termination"] = candidates_stopping.measure(*given)
-        for title, rows in measurements.items():
-            for cells, figures in rows:
-                print(*cells, flush=True)
-                self._rows.setdefault(title, []).append((cells, figures))
-
-    def report(self) -> None:
-        """Reports the tables."""
-        from tests.bench import candidates_filters, candidates_stopping
-
-        header = {
-            "filtered search": candidates_filters.HEADER,
-            "early termination": candidates_stopping.HEADER,
-        }
-        for title, rows in self._rows.items():
-            figures = {" ".join(map(str, cells[:2])): numbers for cells, numbers in rows}
-            text = table(header[title], [cells for cells, _ in rows])
-            self._bench.add(title, title, figures, text)
+    given = (searcher, args.representation, queries, GENERATOR)
+    found = candidates_filters.measure(*given, args.selectivity, args.filters)
+    parts = [("filtered search", candidates_filters.HEADER, found)]
+    if args.stopping:
+        found = candidates_stopping.measure(*given)
+        parts.append(("early termination", candidates_stopping.HEADER, found))
+    for title, header, found in parts:
+        rows, figures = [], {}
+        for cells, numbers in found:
+            print(*cells, flush=True)
+            rows.append(cells)
+            figures[" ".join(map(str, cells[:2]))] = numbers
+        if rows:
+            bench.add(title, title, figures, table(header, rows))
 
 
 def _write_figure(path: Path, rows: Sequence[Sequence[Any]]) -> None:

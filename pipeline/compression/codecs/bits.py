@@ -9,7 +9,7 @@ import torch
 
 from pipeline import config
 from pipeline.compression.codecs import Codec, Parts
-from pipeline.compression.codecs.int8 import MAX_VALUE, rounded
+from pipeline.compression.codecs.int8 import MAX_VALUE, round_
 from pipeline.compression.codecs.packing import look_up, pack, packed_width
 from pipeline.compression.codecs.residual import blocks
 
@@ -156,7 +156,7 @@ class Bits(Codec["Bits.Spec"]):
         rotated_QD[:, 0] = 0
         scales_Q = rotated_QD.abs().amax(dim=1) / MAX_VALUE
         scales_Q = scales_Q.maximum(projections_Q.abs() * MIN_RATIO).clamp_min(TINY)
-        return RotatedQueries(rounded(rotated_QD / scales_Q[:, None]), scales_Q, projections_Q)
+        return RotatedQueries(round_(rotated_QD / scales_Q[:, None]), scales_Q, projections_Q)
 
     def _grid(self, device: torch.device) -> torch.Tensor:
         """Returns the integers (2^bits,) float32 of the codes."""

@@ -45,7 +45,7 @@ class Int8(Codec["Int8.Spec"]):
         scales_T1 = (vectors_TD.abs().amax(dim=1, keepdim=True) / MAX_VALUE).clamp_min(
             torch.finfo(torch.float32).tiny
         )
-        return {"values": rounded(vectors_TD / scales_T1).to(torch.int8), "scales": scales_T1}
+        return {"values": round_(vectors_TD / scales_T1).to(torch.int8), "scales": scales_T1}
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
         """Multiplies the values by their scales."""
@@ -60,7 +60,7 @@ class Int8(Codec["Int8.Spec"]):
         return self.dequantise(self.quantise(tokens_QD.float()), tokens_QD.shape[1])
 
 
-def rounded(values: torch.Tensor) -> torch.Tensor:
+def round_(values: torch.Tensor) -> torch.Tensor:
     """Rounds in place; on a CPU, in the calling thread.
 
     Torch starts threads for 2,048 values, which afterwards wait actively on the cores of a search.

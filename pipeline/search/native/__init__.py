@@ -42,7 +42,7 @@ from torch.nn import functional
 
 from pipeline.compression.codecs import Codec
 from pipeline.compression.codecs.bits import Bits
-from pipeline.compression.codecs.int8 import rounded
+from pipeline.compression.codecs.int8 import round_
 from pipeline.search.native.documents import (
     BITS,
     DENSE_KINDS,
@@ -420,7 +420,7 @@ class _Queries:
         # The sum of the products with int8 values must not exceed 31 bits.
         largest = min(MAX_INT16, torch.iinfo(torch.int32).max // (128 * dim))
         scales = (query_QD.abs().amax(dim=1) / largest).clamp_min(TINY)
-        values = rounded(query_QD / scales.unsqueeze(1)).to(torch.int16)
+        values = round_(query_QD / scales.unsqueeze(1)).to(torch.int16)
         if form == ROWS:
             return cls(values, scales, bounds, num_queries, ROWS)
         padding = -num_queries % 32
@@ -580,8 +580,8 @@ class _Calls:
 
         def task(begin: int, end: int) -> None:
             documents.verify(begin, end)
-            run = groups.ctypes.data, len(groups), begin, end
-            if function(*run, queries.argument(), output(begin), level):
+            part = groups.ctypes.data, len(groups), begin, end
+            if function(*part, queries.argument(), output(begin), level):
                 raise MemoryError("failed to allocate working memory for MaxSim")
 
         self._tasks += [

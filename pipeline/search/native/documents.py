@@ -181,7 +181,7 @@ class Documents:
     def runs(self, max_runs: int, min_tokens: int, num_threads: int) -> Iterator[tuple[int, int]]:
         """Yields runs (first, last + 1) of documents with similar numbers of tokens.
 
-        There are as many for each thread, since the others would wait for those with more.
+        Threads get equal numbers of runs: otherwise, some of them would wait for the others.
         """
         total = int(self.ends[-1]) if len(self.ends) else 0
         num_runs = max(min(max_runs, total // min_tokens), 1)

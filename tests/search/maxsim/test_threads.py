@@ -50,7 +50,7 @@ def test_an_error_is_raised(wrong):
 @pytest.mark.parametrize(
     "total, num_runs", [(1, 1), (15, 1), (20, 2), (35, 3), (45, 4), (79, 4), (80, 8), (999, 8)]
 )
-def test_threads_have_as_many_runs(total, num_runs):
+def test_threads_have_equal_numbers_of_runs(total, num_runs):
     packed = PackedVectors.from_values(torch.randn(total, 8), torch.ones(total).long())
     documents = native.Documents.select(packed, None)
     runs = list(documents.runs(max_runs=8, min_tokens=10, num_threads=4))
